@@ -608,6 +608,34 @@ def test_any_interleaving(seed: int) -> None:
     np.testing.assert_array_equal(pair[0].now()[4], pair[1].blocks()[3])
 
 
+def test_a_block_that_is_lost_at_once_comes_after_what_it_overwrites(device: kvswap.Device) -> None:
+    """While a pool's slots are not known, the transfer's outcome is noted when it ends: not before those that it
+    follows, whose blocks would then count as the last ones."""
+    source, target = Tier(device, "gpu"), Tier(device, "gpu")
+    host, other = Tier(device, "cpu"), Tier(device, "cpu")
+    with testing.fault(device, "copy", "fail", nth=1, every=1):
+        bad = move(source, host, [0], [8])
+        with pytest.raises(kvswap.DeviceError):
+            bad.wait(PATIENCE)
+    with Gate(device) as gate:
+        stream = kvswap.Stream(device)
+        gate.hold(stream)
+        unknown = move(source, other, DeviceIds(device, [2]), [1], stream=stream)
+        before = move(source, target, [3], [0], stream=stream)
+        last = move(host, target, [8, 4], [0, 3])
+        end = time.monotonic() + 0.3
+        while not last.done() and time.monotonic() < end:
+            time.sleep(0.01)
+        gate.open()
+        unknown.wait(PATIENCE)
+        before.wait(PATIENCE)
+        with pytest.raises(kvswap.Error, match="slot 8 .* does not hold what it should"):
+            last.wait(PATIENCE)
+    assert last.failed_blocks.tolist() == [0]
+    with pytest.raises(kvswap.Error, match="slot 0 .* does not hold what it should"):
+        move(target, other, [0], [2]).wait(PATIENCE)
+
+
 def test_done_and_cancel(pair: tuple[Tier, Tier]) -> None:
     device = pair[0].pool.device
     transfer = swap(pair, H2D, DeviceIds(device, [4, 99]), [1, 2])

@@ -295,17 +295,15 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
 }
 
 /* What failures of earlier transfers mean for this one. Where they, or the slots of this one, are not known yet, that
- * is found when it ends. */
+ * is found when it ends. Then no block is left out: a transfer that left one out would not come after those that write
+ * its destination, and could be settled before them, who would then count as the last. */
 static int follow_failures(struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   const struct kvs_settlement settlement = settlement_of(call);
-  bool src_late = call->on_src, late = call->ids != NULL;
-  for (size_t i = 0; i < move->npairs; i++) {
-    src_late |= move->src[i]->late > 0;
-    late |= move->src[i]->late || move->dst[i]->late;
-  }
-  if (!src_late) leave_out_lost(call, work);
-  if (!late) {
+  bool late = call->on_src;
+  for (size_t i = 0; i < move->npairs; i++) late |= move->src[i]->late || move->dst[i]->late;
+  if (!late) leave_out_lost(call, work);
+  if (!late && !call->ids) {
     depend_on_the_rest(call, work);
     return KVS_OK;
   }
