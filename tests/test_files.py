@@ -1480,6 +1480,19 @@ def test_a_forked_child(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_a_capacity_below_a_segment_removes_none(tmp_path: Path) -> None:
+    """Nor where what the folder holds is known from the segments alone."""
+    layout, blocks = Layout(5000, model="m"), blocks_of(1, 40, 5000)
+    with FileStore(tmp_path, layout, capacity=1 << 22, segment_nbytes=1 << 18) as store:
+        store.store(keys_of(40), blocks, range(40)).wait(PATIENCE)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"capacity is 131072 bytes; .*: give it more"):
+            FileStore(tmp_path, layout, capacity=1 << 17)
+        (tmp_path / "store.kvs").unlink(missing_ok=True)
+    with FileStore(tmp_path, layout, capacity=1 << 22) as store:
+        assert all(store.contains(keys_of(40)))
+
+
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[Rig, Any], Any], type[Exception], str]] = {

@@ -283,15 +283,18 @@ def test_a_segment_of_another_size(rig: Rig, slots: int) -> None:
 
 
 def test_a_cut_segment_that_says_it_is_huge(rig: Rig) -> None:
-    """No more disk is taken than the store may take."""
+    """No more disk is taken than the store may take, and nothing is removed to make room for it."""
     rig.put(keys_of(1), blocks_of(1, 1, rig.nbytes))
     rig.store.close()
     (rig.folder / "store.kvs").unlink()
     forge_geometry(rig.files()[0], 65536, rig.slot, 0)
     begun = time.monotonic()
-    with testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=PATIENCE):  # none is made
-        rig.store = rig.open()
-    assert time.monotonic() - begun < AT_ONCE
+    with (
+        testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=PATIENCE),  # none is made
+        pytest.raises(ValueError, match=r"a segment of 65536 blocks takes \d+: give it more"),
+    ):
+        rig.open()
+    assert time.monotonic() - begun < AT_ONCE and len(rig.files()) == 1
 
 
 @pytest.mark.parametrize(

@@ -381,11 +381,13 @@ int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *er
 }
 
 int kvs_file_open_segments(struct kvs_file_store *store, struct kvs_error *err) {
+  uint64_t most, room;
   int status = kvs_file_size_segments(store, err);
   if (!status) status = kvs_file_adopt_new(store, err);
+  if (!status) status = kvs_file_most_segments(store, &most, err); /* of the size that those there have */
   if (status || store->settings.readonly) return status;
-  uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
-  if (most < store->max_segments) store->max_segments = (uint32_t)most; /* segments may be larger than requested */
+  room = store->segments_capacity - (store->settings.shared ? store->max_segments : 0); /* the rest is for peers' */
+  store->max_segments = (uint32_t)(most < room ? most : room);
   kvs_file_remove_old_segments(store);
   store->geometry_known |= store->settings.shared;
   return write_state(store, err);

@@ -252,13 +252,18 @@ int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   return status;
 }
 
+int kvs_file_most_segments(const struct kvs_file_store *store, uint64_t *most, struct kvs_error *err) {
+  *most = store->settings.readonly ? READER_SEGMENTS : store->settings.capacity / store->geometry.segment_nbytes;
+  if (*most) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "capacity is %llu bytes; a segment of %u blocks takes %llu: give it more",
+                  (unsigned long long)store->settings.capacity, store->geometry.slots,
+                  (unsigned long long)store->geometry.segment_nbytes);
+}
+
 int kvs_file_size_segments(struct kvs_file_store *store, struct kvs_error *err) {
-  uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
-  if (store->settings.readonly) most = READER_SEGMENTS;
-  if (most == 0)
-    return kvs_fail(err, KVS_INVALID, "capacity is %llu bytes; a segment of %u blocks takes %llu: give it more",
-                    (unsigned long long)store->settings.capacity, store->geometry.slots,
-                    (unsigned long long)store->geometry.segment_nbytes);
+  uint64_t most;
+  int status = kvs_file_most_segments(store, &most, err);
+  if (status) return status;
   if (most > MOST_SEGMENTS) most = MOST_SEGMENTS;
   uint64_t slots = KVS_NO_SLOT / store->geometry.slots;
   store->max_segments = (uint32_t)(most < slots ? most : slots);

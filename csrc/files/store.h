@@ -163,6 +163,7 @@ void kvs_file_segment_name(uint32_t number, char name[32]);
 /* Numbers of the segments of a directory that are not open, ascending; the caller frees the list. */
 int kvs_file_list_segments(struct kvs_file_store *, unsigned root, uint32_t **numbers, size_t *count,
                            struct kvs_error *);
+int kvs_file_most_segments(const struct kvs_file_store *, uint64_t *most, struct kvs_error *); /* within capacity */
 int kvs_file_size_segments(struct kvs_file_store *, struct kvs_error *); /* room for the list of segments */
 void kvs_file_remove_old_segments(struct kvs_file_store *);              /* at open, if the capacity was reduced */
 int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add new segments, mark unlinked ones */
