@@ -978,6 +978,27 @@ def test_alloc_and_free(device: kvswap.Device) -> None:
         memory.host_alloc(1 << 60, device=device)
 
 
+def test_an_address_is_kept_whose_free_times_out(device: kvswap.Device) -> None:
+    """While others are allocated, however many there are: the list of them has room for it."""
+    if device.kind != "host":
+        pytest.skip("a GPU's driver may wait for its work before it allocates; the list is the same")
+    ptrs = [memory.host_alloc(PAGE, device=device)]
+    gpu, stream = Buffer(device, PAGE), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch([gpu.ptr], [ptrs[0]], PAGE, stream=stream, device=device)
+        for _ in range(36):
+            other = threading.Timer(0.02, lambda: ptrs.append(memory.host_alloc(PAGE, device=device)))
+            other.start()
+            with pytest.raises(TimeoutError):
+                memory.host_free(ptrs[0], timeout=0.06)
+            other.join()
+        gate.open()
+        transfer.wait(PATIENCE)
+    for ptr in ptrs:
+        memory.host_free(ptr)
+
+
 def test_register_piece_by_piece(device: kvswap.Device) -> None:
     """Copies across the seams of what was registered one by one."""
     room = mmap.mmap(-1, 16 * PAGE)

@@ -16,12 +16,12 @@ struct allocation {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct allocation *pieces; /* guarded by lock, unsorted */
-static size_t count, capacity;
+static size_t count, taken, capacity; /* taken: entries that may be put back, for which there is room */
 
 /* The entries are the parent's: a child of fork() starts with none. */
 static void forked(void) {
   pieces = NULL;
-  count = capacity = 0;
+  count = taken = capacity = 0;
 }
 
 static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin origin, struct kvs_error *err) {
@@ -29,12 +29,12 @@ static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin ori
   int status = KVS_OK;
   kvs_fork_watch(&guard);
   pthread_mutex_lock(&lock);
-  if (count == capacity) {
+  if (count + taken == capacity) {
     size_t more = capacity ? 2 * capacity : 16;
     struct allocation *grown = realloc(pieces, more * sizeof *grown);
     if (grown) pieces = grown, capacity = more;
   }
-  if (count < capacity)
+  if (count + taken < capacity)
     pieces[count++] = (struct allocation){ptr, engine, origin};
   else
     status = kvs_fail(err, KVS_NOMEM, "no memory to remember an allocation");
@@ -43,7 +43,7 @@ static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin ori
   return status;
 }
 
-/* Remove an entry, so that of two threads that free the same address one gets an error. */
+/* Remove an entry, so that of two threads that free the same address one gets an error. put_back() or forget(). */
 static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, struct kvs_error *err) {
   bool found = false;
   pthread_mutex_lock(&lock);
@@ -52,6 +52,7 @@ static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, 
     if (!found) continue;
     *piece = pieces[i];
     pieces[i] = pieces[--count];
+    taken++;
   }
   pthread_mutex_unlock(&lock);
   if (found) return KVS_OK;
@@ -59,11 +60,18 @@ static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, 
                   ptr, origin == KVS_ORIGIN_REGISTERED ? "host_register()" : "host_alloc()");
 }
 
-/* Put the entry back after a failed free. Needs no memory: the entry had room before. */
+/* After a failed free. */
 static void put_back(const struct allocation *piece) {
   pthread_mutex_lock(&lock);
-  if (count < capacity) pieces[count++] = *piece;
+  if (taken) pieces[count++] = *piece, taken--; /* none: this is the child of a fork in between */
   pthread_mutex_unlock(&lock);
+}
+
+static void forget(const struct allocation *piece) {
+  pthread_mutex_lock(&lock);
+  if (taken) taken--;
+  pthread_mutex_unlock(&lock);
+  kvs_engine_unref(piece->engine);
 }
 
 /* Steps of a free, as kvs_engine_free_start(): the task owns the address until the task ends or is left. */
@@ -89,7 +97,7 @@ int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **
   if (status == KVS_NOMEM)
     put_back(&giving->piece);
   else
-    kvs_engine_unref(giving->piece.engine);
+    forget(&giving->piece);
   free(giving);
   return status;
 }
@@ -100,7 +108,7 @@ void kvs_host_give_end(struct kvs_host_giving *giving, bool kept) {
   if (kept)
     put_back(&giving->piece);
   else
-    kvs_engine_unref(giving->piece.engine);
+    forget(&giving->piece);
   free(giving);
 }
 
