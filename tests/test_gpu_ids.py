@@ -629,10 +629,10 @@ def test_a_block_that_is_lost_at_once_comes_after_what_it_overwrites(device: kvs
         gate.open()
         unknown.wait(PATIENCE)
         before.wait(PATIENCE)
-        with pytest.raises(kvswap.Error, match="slot 8 .* does not hold what it should"):
+        with pytest.raises(kvswap.Error, match=r"slot 8 .* does not hold what it should"):
             last.wait(PATIENCE)
     assert last.failed_blocks.tolist() == [0]
-    with pytest.raises(kvswap.Error, match="slot 0 .* does not hold what it should"):
+    with pytest.raises(kvswap.Error, match=r"slot 0 .* does not hold what it should"):
         move(target, other, [0], [2]).wait(PATIENCE)
 
 
