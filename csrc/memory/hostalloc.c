@@ -15,7 +15,7 @@ struct allocation {
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct allocation *pieces; /* guarded by lock, unsorted */
+static struct allocation *pieces;     /* guarded by lock, unsorted */
 static size_t count, taken, capacity; /* taken: entries that may be put back, for which there is room */
 
 /* The entries are the parent's: a child of fork() starts with none. */
