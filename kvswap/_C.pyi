@@ -173,8 +173,8 @@ class Memory:
         """Free the memory, after waiting for the transfers that may use it and all other work of the device.
 
         timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and free() may be called
-        again, unless the driver is already freeing. BufferError: arrays of it are alive. kvswap.Error: it
-        is freed already. Any thread may call."""
+        again, unless the driver is already freeing. BufferError: arrays of it are alive, or transfers of a FileStore
+        are under way in it. kvswap.Error: it is freed already. Any thread may call."""
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -1480,6 +1480,22 @@ def test_a_forked_child(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("parts", [None, [5000]])
+def test_memory_is_not_freed_under_a_transfer(tmp_path: Path, parts: list[int] | None) -> None:
+    """Else the load would write to what is allocated there next."""
+    device = kvswap.Device("host:0")
+    with FileStore(tmp_path, Layout(5000), capacity=1 << 20) as store:
+        store.store([b"k"], blocks_of(1, 1, 5000), [0]).wait(PATIENCE)
+        memory: Any = device.alloc(8192, host=True)
+        with testing.file_fault(store, "read", "delay", delay=0.5):
+            load = store.load([b"k"], [memory], [0], parts=parts) if parts else store.load([b"k"], [memory])
+            with pytest.raises(BufferError, match="transfers of a FileStore still use this memory"):
+                memory.free()
+            load.wait(PATIENCE)
+        assert bytes(memoryview(memory)[:5000]) == blocks_of(1, 1, 5000)[0].tobytes()
+        memory.free()
+
+
 def test_a_capacity_below_a_segment_removes_none(tmp_path: Path) -> None:
     """Nor where what the folder holds is known from the segments alone."""
     layout, blocks = Layout(5000, model="m"), blocks_of(1, 40, 5000)

@@ -958,6 +958,52 @@ def test_two_threads_close_and_use(device: kvswap.Device) -> None:
         pool.close(force=True)
 
 
+def test_finalizers_in_two_threads_close_pools(device: kvswap.Device) -> None:
+    """Each is run by a release, which the other one does not wait for."""
+    both, wrong = threading.Barrier(2), list[Exception]()
+
+    class Owner(np.ndarray[Any, Any]):
+        pool: HostPool
+
+        def __del__(self) -> None:
+            both.wait(PATIENCE)
+            try:
+                self.pool.close(timeout=AT_ONCE)
+            except Exception as error:
+                wrong.append(error)
+
+    def work(engine: kvswap.Device) -> None:
+        owner = np.zeros(64, np.uint8).view(Owner)
+        owner.pool = HostPool(2, 4096, device=engine)
+        transfer = kvswap.swap_blocks_batch([owner], [np.zeros(64, np.uint8)], 64, device=engine)
+        del owner
+        transfer.wait(PATIENCE)
+
+    if device.kind != "host":
+        pytest.skip("two devices, and ordinary memory")
+    threads = [threading.Thread(target=work, args=[kvswap.Device(f"host:{n}")]) for n in (40, 41)]
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not wrong and time.monotonic() - begun < AT_ONCE
+
+
+def test_a_pool_over_a_host_pool_that_its_device_argument_shrinks(device: kvswap.Device) -> None:
+    with HostPool(4, 4096, device=device, max_blocks=8) as pool:
+
+        class Which:
+            @property
+            def type(self) -> str:
+                pool.shrink(1)
+                return device.kind
+
+            index = 0
+
+        assert pool.pool(device=Which()).num_blocks == 1
+
+
 # -- by address -------------------------------------------------------------------------------------------------------
 
 

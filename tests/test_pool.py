@@ -939,6 +939,12 @@ def test_what_was_refused_is_not_held(device: kvswap.Device) -> None:
         with pytest.raises(ValueError, match="blocks overlap"):
             kvswap.Pool(device, array, BLOCKS, 64, stride=1)
     assert sys.getrefcount(array) == references
+    ids = np.array([1, 1 << 63], np.uint64)
+    references = sys.getrefcount(ids)
+    for _ in range(3):
+        with pytest.raises(IndexError, match=r"slots\[1\] is 9223372036854775808"):
+            kvswap.note_access(kvswap.Stream(device), kvswap.Pool(device, array, BLOCKS, 64), ids, True)
+    assert sys.getrefcount(ids) == references
 
 
 def test_transfers_hold_their_pools(device: kvswap.Device) -> None:

@@ -220,8 +220,12 @@ int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, s
   ids->data = PyArray_DATA(array);
   ids->width = narrow ? 4 : 8;
   ids->count = (size_t)PyArray_SIZE(array);
+  if (natural && check_natural_ids(name, ids) < 0) {
+    Py_DECREF(array);
+    return -1;
+  }
   *keep = (PyObject *)array;
-  return natural ? check_natural_ids(name, ids) : 0;
+  return 0;
 }
 
 int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list) {

@@ -78,7 +78,8 @@ int kvs_py_device_ids(struct kvs_py_state *state, PyObject *object, const char *
   PyObject *keep = NULL;
   uint64_t stream = options->core.on_stream ? options->core.stream : kvs_engine_compute_stream(engine);
   int has = kvs_py_dlpack_device(state, object);
-  if (has < 0) PyErr_Clear();
+  if (has < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+  if (has < 0) PyErr_Clear(); /* no DLPack then */
   has = has == 2 ? kvs_py_dlpack_ids(state, object, name, stream, &keep, &ids)
                  : kvs_py_interface_ids(state, object, name, &keep, &ids);
   if (has == 0) kvs_py_complain(PyExc_TypeError, name, -1, "is a GPU array that cannot be read");

@@ -205,6 +205,21 @@ static int read_blocks(struct file_call *call, PyObject *const *values) {
   return kvs_py_given(values[IDS]) ? read_rows(call, values[BLOCKS]) : read_pointers(call, values[BLOCKS]);
 }
 
+/* Memory is not freed, nor a mapping closed, while something has its buffer. What frees them waits for the device's
+ * transfers, and these are a store's. */
+static int keep_buffers(struct file_call *call) {
+  Py_ssize_t count = call->hold == NULL ? 0 : PyList_GET_SIZE(call->hold);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject *item = PyList_GET_ITEM(call->hold, i), *type = (PyObject *)Py_TYPE(item);
+    if (type != call->state->memory_type && type != call->state->mapped_type) continue;
+    PyObject *view = PyMemoryView_FromObject(item);
+    int rc = view == NULL ? -1 : kvs_py_hold(&call->hold, view);
+    Py_XDECREF(view);
+    if (rc < 0) return -1;
+  }
+  return 0;
+}
+
 static int read_after(struct file_call *call, PyObject *value) {
   struct kvs_engine *engine = call->blocks.npools ? kvs_pool_engine(call->pools[0]) : NULL;
   if (kvs_py_read_after(call->state, value, engine, &call->after) < 0) return -1;
@@ -248,7 +263,7 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
     if (replace < 0) return kvs_py_trace_end(range, NULL);
     call.options.replace = replace == 1;
   }
-  if (kvs_py_read_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 &&
+  if (kvs_py_read_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 && keep_buffers(&call) == 0 &&
       read_after(&call, values[AFTER]) == 0)
     result = submit(&call, load ? LOAD : STORE);
   clear(&call);

@@ -78,7 +78,7 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, struct argu
     return kvs_py_uint64(object, place.name, place.index, handle) < 0 ? -1 : 1;
   if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
   PyObject *type = (PyObject *)Py_TYPE(object);
-  if (type == state->memory_type || type == state->pool_type ||
+  if (type == state->memory_type || type == state->mapped_type || type == state->pool_type ||
       (PyObject *)Py_TYPE(object)->tp_base == state->any_host_pool_type)
     return 0; /* arrays have a ptr too, which is no stream */
   int has = handle_attribute(object, state->s_cuda_stream, place, handle);

@@ -90,7 +90,7 @@ struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *cons
 
 PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
                                   const struct kvs_error *err) {
-  int wait = read_flag(common[KVS_PY_HOST_WAIT], 1);
+  int wait = rc == KVS_OK ? read_flag(common[KVS_PY_HOST_WAIT], 1) : 0;
   if (rc != KVS_OK)
     kvs_py_raise(kvs_py_state_of((PyObject *)self), err);
   else if (wait == 0 ? kvs_py_host_pool_tell(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0) {
@@ -335,18 +335,25 @@ static PyObject *host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nar
   struct kvs_host_pool_info info;
   PyObject *values[2];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_host_pool_info(self, &info) < 0) return NULL;
+  struct kvs_engine *engine = kvs_host_pool_engine(as_pool(self)->pool);
+  if (kvs_py_given(values[1]))
+    engine = kvs_py_engine_from(state, values[1]);
+  else
+    kvs_engine_ref(engine);
+  /* A device's attributes are Python, which may have shrunk the pool. With the view it keeps its size. */
+  PyObject *view = engine == NULL ? NULL : PyMemoryView_FromObject(self);
+  if (view == NULL || kvs_py_host_any_info(self, &info) < 0) {
+    if (engine != NULL) kvs_engine_unref(engine);
+    Py_XDECREF(view);
+    return NULL;
+  }
   struct kvs_pool_layout layout = {.ptr = info.ptr,
                                    .num_blocks = info.num_blocks,
                                    .block_nbytes = info.slot_nbytes,
                                    .stride = info.stride,
                                    .rows = info.layer_first ? info.layers : 1,
                                    .pitch = info.layer_first ? info.layer_pitch : 0};
-  struct kvs_engine *engine = kvs_host_pool_engine(as_pool(self)->pool);
-  if (kvs_py_given(values[1]))
-    engine = kvs_py_engine_from(state, values[1]);
-  else
-    kvs_engine_ref(engine);
-  return engine == NULL ? NULL : kvs_py_pool_over(state, engine, &layout, values[0], PyMemoryView_FromObject(self));
+  return kvs_py_pool_over(state, engine, &layout, values[0], view);
 }
 
 /* -- the end ------------------------------------------------------------------------------------------------------- */

@@ -54,7 +54,9 @@ static PyObject *close_within(PyObject *self, int64_t timeout_ns) {
   long none = 0;
   if (!atomic_compare_exchange_strong(&as_mapped(self)->uses, &none, CLOSED)) {
     if (none == CLOSED) Py_RETURN_NONE;
-    PyErr_SetString(PyExc_BufferError, "arrays still use this memory: drop them, then close it");
+    PyErr_SetString(
+        PyExc_BufferError,
+        "arrays or transfers of a FileStore still use this memory: drop them, or wait for them, then close it");
     return NULL;
   }
   if (kvs_py_wait(kvs_py_state_of(self), close_slice, as_mapped(self)->mapped, timeout_ns,

@@ -63,7 +63,9 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
   if (kvs_py_patience(value, &timeout_ns) < 0) return NULL;
   if (!reserve_free(self)) {
     if (atomic_load(&self->uses) > 0)
-      PyErr_SetString(PyExc_BufferError, "arrays still use this memory: drop them, then free it");
+      PyErr_SetString(
+          PyExc_BufferError,
+          "arrays or transfers of a FileStore still use this memory: drop them, or wait for them, then free it");
     else
       raise_freed(self);
     return NULL;
@@ -171,8 +173,8 @@ PyDoc_STRVAR(
     "free($self, /, timeout=60.0)\n--\n\n"
     "Free the memory, after waiting for the transfers that may use it and all other work of the device.\n\n"
     "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and free() may be called\n"
-    "again, unless the driver is already freeing. BufferError: arrays of it are alive. kvswap.Error: it\n"
-    "is freed already. Any thread may call.");
+    "again, unless the driver is already freeing. BufferError: arrays of it are alive, or transfers of a FileStore\n"
+    "are under way in it. kvswap.Error: it is freed already. Any thread may call.");
 PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address; the same as ptr. For torch's protocol.");
 
 static PyMethodDef methods[] = {
