@@ -155,6 +155,12 @@ def test_handlers_that_could_not_be_replaced_are_refused(connector: Any, monkeyp
         connector()
 
 
+def test_a_step_does_not_rely_on_loads_that_may_be_vllms(connector: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        made = connector(kvswap_overlap=True, kvswap_fallback=True)
+    assert not made._overlaps
+
+
 def test_a_fallback_is_asked_for(connector: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
         made = connector(spec_name="TheirSpec", spec_module_path="theirs", kvswap_fallback=True)

@@ -250,6 +250,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         _choose_spec(extra_config)
         settings = overlap_of(extra_config)
         reason = _why_no_overlap(vllm_config, kv_cache_config) if settings.on else None
+        if settings.on and reason is None and self._fallback and not _has_own_sync_loads():
+            reason = "kvswap_fallback may leave the transfers to vLLM, for which a step does not wait in this release"
         self._overlaps = settings.on and reason is None
         self._settings = settings
         if self._overlaps:

@@ -47,8 +47,8 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     if pace is not None and not (_is_number(pace, (int, float)) and 0 < pace < math.inf):
         raise ValueError(f"kvswap_pace_gbps is {pace!r}; it is a number above 0")
     limit = extra_config.get("kvswap_wait_timeout_s", _WAIT_TIMEOUT)
-    if limit is not None and not (_is_number(limit, (int, float)) and 0 <= limit <= threading.TIMEOUT_MAX):
-        raise ValueError(f"kvswap_wait_timeout_s is {limit!r}; it is a number of seconds, or null for no limit")
+    if limit is not None and not (_is_number(limit, (int, float)) and 0 < limit <= threading.TIMEOUT_MAX):
+        raise ValueError(f"kvswap_wait_timeout_s is {limit!r}; it is a number of seconds above 0, or null for no limit")
     return {"path": path, "priority": priority, "max_ctas": ctas, "pace_gbps": pace, "wait_timeout": limit}
 
 
