@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import time
 from collections.abc import Iterator
@@ -134,6 +135,19 @@ def test_a_key_that_is_lost_is_told(rig: Rig) -> None:
     if hasattr(result, "successful_keys"):
         assert set(result.successful_keys) == {key_of(3), key_of(1)}
     np.testing.assert_array_equal(rig.memory[[4, 6]], rig.before[[3, 1]])
+
+
+def test_a_block_that_cannot_be_read_counts_as_missing_for_a_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else vLLM would ask for it again and again, and its request never run."""
+    rig.finished(rig.job([7, 8], [2, 0], load=False))
+    for over in (False, True):
+        with testing.file_fault(rig.tier._store, "read", "fail", nth=1, every=1, code=errno.EIO):
+            job = rig.job([7], [3], load=True)
+            assert not rig.finished()[job].success
+        assert rig.has(7) == over and rig.has(8)
+        monkeypatch.setattr(vllm_file_tier, "_UNREADABLE_SECONDS", -1.0)  # the second time it is over at once
+    job = rig.job([7], [3], load=True)
+    assert rig.finished()[job].success and rig.has(7)
 
 
 def test_a_disk_that_cannot_keep_up_costs_stores_not_the_engine(tmp_path: Path) -> None:

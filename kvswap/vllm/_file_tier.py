@@ -46,6 +46,10 @@ _MEDIUM = getattr(offload_base, "Medium", None)
 _EVENT_FIELDS = set(getattr(getattr(offload_base, "OffloadingEvent", None), "__dataclass_fields__", ()))
 _DRAIN_SECONDS = 600.0
 _EVENTS = 1 << 20  # kept until vLLM takes them
+_UNREADABLE_SECONDS = (
+    60.0  # for so long a block that could not be loaded counts as missing: else its request asks for ever
+)
+_MOST_UNREADABLE = 1 << 16
 
 
 @dataclass
@@ -79,6 +83,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         self._memory: NDArray[Any] = np.asarray(primary_kv_view)  # keeps it mapped
         self._stride = int(primary_kv_view.strides[0])
         self._jobs: dict[int, _Job] = {}
+        self._unreadable: dict[bytes, float] = {}  # until when, by key; the oldest first
         self._store: Any = None  # set by the subclass
         self._readonly = False
         self._stats = _tier_stats.TierStats(tier_type)
@@ -87,7 +92,20 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, from memory."""
-        return LookupResult.HIT if self._store.contains([bytes(key)])[0] else LookupResult.MISS
+        key = bytes(key)
+        there = not self._is_unreadable(key) and self._store.contains([key])[0]
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def _is_unreadable(self, key: bytes) -> bool:
+        return bool(self._unreadable) and self._unreadable.get(key, 0.0) > time.monotonic()
+
+    def _note_unreadable(self, keys: Iterable[bytes]) -> None:
+        until = time.monotonic() + _UNREADABLE_SECONDS
+        for key in keys:
+            self._unreadable.pop(key, None)
+            self._unreadable[key] = until
+        while len(self._unreadable) > _MOST_UNREADABLE:
+            del self._unreadable[next(iter(self._unreadable))]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store blocks of the host tier; existing blocks are left unchanged."""
@@ -121,6 +139,10 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         if failed and job.transfer is not None:
             _log.warning("%s of %d blocks: %s", "load" if job.load else "store", len(job.keys), job.transfer.error)
         arrived = tuple(key for i, key in enumerate(job.keys) if i not in failed)
+        if job.load and job.transfer is not None:
+            self._note_unreadable(job.keys[i] for i in failed)
+        for key in arrived if self._unreadable else ():
+            self._unreadable.pop(key, None)
         told = {
             "job_id": number,
             "success": not failed,

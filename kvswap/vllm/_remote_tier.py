@@ -9,6 +9,7 @@ first one of a key is answered RETRY, and a thread asks the nodes for all keys t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection
@@ -21,7 +22,7 @@ from kvswap._log import logger
 from ._file_tier import StoreTier, layout_of
 
 _log = logger("kvswap.vllm")
-_FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again afterwards
+_FRESH_SECONDS = 1.0  # an answer is used for so long, or once, and asked for again afterwards
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
 
@@ -33,7 +34,7 @@ class _Lookups:
         self._store = store
         self._changed = threading.Condition()
         self._wanted: dict[bytes, None] = {}  # guarded by _changed, as the next two
-        self._answers: dict[bytes, tuple[float, bool]] = {}  # in the order of their time
+        self._answers: dict[bytes, tuple[float, bool]] = {}  # in the order of their time; inf: not used yet
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvswap-vllm-lookup", daemon=True)
         self._thread.start()
@@ -41,8 +42,11 @@ class _Lookups:
     def get(self, key: bytes) -> bool | None:
         """None: not known yet."""
         with self._changed:
-            at, there = self._answers.get(key, (0.0, False))
-            if at and time.monotonic() - at < _FRESH_SECONDS:
+            now = time.monotonic()
+            until, there = self._answers.get(key, (0.0, False))
+            if until == math.inf:  # steps may be longer than an answer is fresh
+                self._answers[key] = now + _FRESH_SECONDS, there
+            if until > now:
                 return there
             if len(self._wanted) < _MOST_ANSWERS:
                 self._wanted[key] = None
@@ -65,12 +69,11 @@ class _Lookups:
             self._put(keys, found)
 
     def _put(self, keys: list[bytes], found: list[bool]) -> None:
-        now = time.monotonic()
         with self._changed:
             for key, there in zip(keys, found, strict=True):
                 self._wanted.pop(key, None)
                 self._answers.pop(key, None)
-                self._answers[key] = now, there
+                self._answers[key] = math.inf, there
             while len(self._answers) > _MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
 
@@ -119,7 +122,8 @@ class RemoteTier(StoreTier):
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, or RETRY until a node has answered."""
-        there = self._lookups.get(bytes(key))
+        key = bytes(key)
+        there = False if self._is_unreadable(key) else self._lookups.get(key)
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
