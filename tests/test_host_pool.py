@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -966,7 +967,8 @@ def test_finalizers_in_two_threads_close_pools(device: kvswap.Device) -> None:
         pool: HostPool
 
         def __del__(self) -> None:
-            both.wait(PATIENCE)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(2)  # in vain, if one thread has released both
             try:
                 self.pool.close(timeout=AT_ONCE)
             except Exception as error:
