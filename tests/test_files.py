@@ -1480,6 +1480,18 @@ def test_a_forked_child(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_a_store_that_was_dropped_opens_again(tmp_path: Path) -> None:
+    """While a thread closes it, or has just done so: in one of 300 tries that was taken for another writer."""
+    options: dict[str, Any] = {"capacity": 8 << 20, "segment_nbytes": 1 << 20, "engine": "threads", "depth": 1}
+    chance = np.random.default_rng(1)
+    for _ in range(700):
+        store = FileStore(tmp_path, Layout(4096), durability="fsync", **options)
+        del store
+        end = time.perf_counter() + chance.random() * 300e-6
+        while time.perf_counter() < end:
+            pass
+
+
 @pytest.mark.parametrize("parts", [None, [5000]])
 def test_memory_is_not_freed_under_a_transfer(tmp_path: Path, parts: list[int] | None) -> None:
     """Else the load would write to what is allocated there next."""

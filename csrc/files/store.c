@@ -19,7 +19,8 @@ static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_file_store *stores; /* guarded by stores_lock: from before the directory is locked to the end */
 static pthread_cond_t closer_ended;
 static const int64_t READERS_NS = 10ll * 1000 * 1000 * 1000;
-static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
+/* Guarded by stores_lock: threads that close a store after its last handle was dropped, and how many have ended. */
+static unsigned closers, closed;
 
 /* The listed stores are the parent's. The directory's locks last while any process has the descriptors open, so the
  * child closes its copies. */
@@ -276,14 +277,20 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   return KVS_OK;
 }
 
-/* Wait for a closing thread to end; false: timeout. */
-static bool await_closer(uint64_t deadline) {
+static unsigned count_closed(void) {
   pthread_mutex_lock(&stores_lock);
-  const unsigned before = closers;
-  while (closers && closers >= before && kvs_cond_wait(&closer_ended, &stores_lock, deadline)) continue;
-  bool fewer = closers < before;
+  unsigned count = closed;
   pthread_mutex_unlock(&stores_lock);
-  return fewer;
+  return count;
+}
+
+/* Wait until a closing thread has ended since so many had; false: none is left, or timeout. */
+static bool await_closer(unsigned since, uint64_t deadline) {
+  pthread_mutex_lock(&stores_lock);
+  while (closers && closed == since && kvs_cond_wait(&closer_ended, &stores_lock, deadline)) continue;
+  bool more = closed != since;
+  pthread_mutex_unlock(&stores_lock);
+  return more;
 }
 
 /* If the last handle of this directory was just dropped in this process, a thread is closing that store: wait for the
@@ -293,8 +300,12 @@ int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store 
   const uint64_t deadline = kvs_deadline(CLOSE_NS);
   int status = KVS_CHECK_RESERVED(&own, "kvs_file_settings", err);
   if (!status) status = check_settings(&own, err);
+  unsigned since = count_closed(); /* a thread that ends after the store was found busy counts */
   if (!status) status = open_store(&own, opened, err);
-  while (status == KVS_BUSY && await_closer(deadline)) status = open_store(&own, opened, err);
+  while (status == KVS_BUSY && await_closer(since, deadline)) {
+    since = count_closed();
+    status = open_store(&own, opened, err);
+  }
   return status;
 }
 
@@ -395,7 +406,7 @@ void kvs_file_shutdown(int64_t timeout_ns) {
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
       kvs_file_unref(store);
   }
-  while (await_closer(kvs_deadline(EXIT_NS))) continue;
+  while (await_closer(count_closed(), kvs_deadline(EXIT_NS))) continue;
   (void)kvs_cufile_close();
 }
 
@@ -412,6 +423,7 @@ static void *close_on_thread(void *store) {
   drop_last(store);
   pthread_mutex_lock(&stores_lock);
   closers--;
+  closed++;
   pthread_cond_broadcast(&closer_ended);
   pthread_mutex_unlock(&stores_lock);
   return NULL;
