@@ -361,14 +361,15 @@ def test_a_child_does_not_wait_for_a_thread_of_its_parent(device: kvswap.Device)
     with half_released(device):
         child = os.fork()
         if child == 0:
-            begin = time.monotonic()
-            room = np.zeros(128, np.uint8)
-            _first = kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
             try:
-                kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
-            except ValueError:
+                begin = time.monotonic()
+                room = np.zeros(128, np.uint8)
+                _first = kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
+                with pytest.raises(ValueError, match="overlap"):
+                    kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
                 os._exit(time.monotonic() - begin > 0.5)
-            os._exit(2)
+            finally:
+                os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
