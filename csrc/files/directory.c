@@ -381,12 +381,14 @@ int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *er
 }
 
 int kvs_file_open_segments(struct kvs_file_store *store, struct kvs_error *err) {
-  uint64_t most, room;
+  uint64_t most;
   int status = kvs_file_size_segments(store, err);
   if (!status) status = kvs_file_adopt_new(store, err);
-  if (!status) status = kvs_file_most_segments(store, &most, err); /* of the size that those there have */
+  if (!status) status = kvs_file_most_segments(store, &most, err);
   if (status || store->settings.readonly) return status;
-  room = store->segments_capacity - (store->settings.shared ? store->max_segments : 0); /* the rest is for peers' */
+  /* Segments that were there may be larger or smaller than those that were asked for. The list also has the peers'. */
+  uint64_t room = store->segments_capacity - (store->settings.shared ? store->max_segments : 0);
+  if (room < store->max_segments) room = store->max_segments;
   store->max_segments = (uint32_t)(most < room ? most : room);
   kvs_file_remove_old_segments(store);
   store->geometry_known |= store->settings.shared;

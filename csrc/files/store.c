@@ -299,13 +299,13 @@ int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store 
   const struct kvs_file_settings own = *theirs;
   const uint64_t deadline = kvs_deadline(CLOSE_NS);
   int status = KVS_CHECK_RESERVED(&own, "kvs_file_settings", err);
+  unsigned since;
   if (!status) status = check_settings(&own, err);
-  unsigned since = count_closed(); /* a thread that ends after the store was found busy counts */
-  if (!status) status = open_store(&own, opened, err);
-  while (status == KVS_BUSY && await_closer(since, deadline)) {
-    since = count_closed();
+  if (status) return status;
+  do {
+    since = count_closed(); /* before: a thread may end just after the store was found busy */
     status = open_store(&own, opened, err);
-  }
+  } while (status == KVS_BUSY && await_closer(since, deadline));
   return status;
 }
 

@@ -170,7 +170,7 @@ int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add 
 int kvs_file_adopt_from(struct kvs_file_store *, unsigned root, struct kvs_error *); /* the same, of one directory */
 void kvs_file_note_removed(struct kvs_file_store *, unsigned root);
 void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments, unless a transfer may read there */
-/* Make a segment of the first unused number from *number on, not listed: 0, errno. Without the lock, by one thread. */
+/* Make a segment with the first unused number from *number on; it is not listed. 0 or an errno. One thread, no lock. */
 int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
 /* Under lock; 0 or ENOMEM. *at: its position in the list. */
 int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut, uint32_t *at);
