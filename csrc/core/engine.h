@@ -77,8 +77,8 @@ void kvs_host_give_end(struct kvs_host_giving *giving, bool kept);
 int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
 /* Around every release of callers' objects. A caller whose object is not free yet may have to wait for the thread that
- * is releasing it: kvs_release_wait() returns once no other thread releases anything, in a release at once;
- * KVS_TIMEOUT. */
+ * is releasing it: kvs_release_wait() returns once no other thread releases anything; KVS_TIMEOUT. A thread that is
+ * releasing itself does not wait, as two could wait for each other. */
 void kvs_release_begin(void);
 void kvs_release_end(void);
 int kvs_release_wait(int64_t timeout_ns, struct kvs_error *err);

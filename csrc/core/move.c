@@ -295,8 +295,9 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
 }
 
 /* What failures of earlier transfers mean for this one. Where they, or the slots of this one, are not known yet, that
- * is found when it ends. Then no block is left out: a transfer that left one out would not come after those that write
- * its destination, and could be settled before them, who would then count as the last. */
+ * is found when it ends. Then no block is left out. A block that is left out waits for nothing, so this transfer could
+ * end before an earlier one that writes the same slot. The earlier one would be settled last, and the slot, which is
+ * lost, would count as good. */
 static int follow_failures(struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   const struct kvs_settlement settlement = settlement_of(call);

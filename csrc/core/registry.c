@@ -47,7 +47,7 @@ void kvs_release_end(void) {
 
 static int poll_released(void *unused, struct kvs_error *err) {
   (void)unused;
-  if (own_depth || !atomic_load(&releasing)) return KVS_OK; /* two that release could wait for each other */
+  if (own_depth || !atomic_load(&releasing)) return KVS_OK;
   return kvs_fail(err, KVS_NOT_READY, "another thread releases objects");
 }
 

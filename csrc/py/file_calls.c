@@ -205,8 +205,8 @@ static int read_blocks(struct file_call *call, PyObject *const *values) {
   return kvs_py_given(values[IDS]) ? read_rows(call, values[BLOCKS]) : read_pointers(call, values[BLOCKS]);
 }
 
-/* Memory is not freed, nor a mapping closed, while something has its buffer. What frees them waits for the device's
- * transfers, and these are a store's. */
+/* Memory.free() and Mapped.close() wait for transfers of the device, but know none of a store. So a store's transfer
+ * takes a buffer of the memory, and they raise BufferError until it has ended. */
 static int keep_buffers(struct file_call *call) {
   Py_ssize_t count = call->hold == NULL ? 0 : PyList_GET_SIZE(call->hold);
   for (Py_ssize_t i = 0; i < count; ++i) {

@@ -77,7 +77,7 @@ int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *c
 struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine) {
   struct kvs_py_host_pool *self = (struct kvs_py_host_pool *)type->tp_alloc(type, 0);
   if (self == NULL) return NULL;
-  PyObject_GC_UnTrack(self); /* until it is open: other threads find what the collector knows */
+  PyObject_GC_UnTrack(self); /* until it is open: see alloc_pool() in pool.c */
   *engine = kvs_py_engine_from(PyType_GetModuleState(type), common[KVS_PY_HOST_DEVICE]);
   if (*engine == NULL) {
     Py_DECREF(self);

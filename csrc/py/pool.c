@@ -94,7 +94,7 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   return 0;
 }
 
-/* When the time is over, too: whether the blocks are free then is asked anyway. */
+/* KVS_OK also when the time is over: the caller tries again in any case. */
 static int await_slice(void *until, int64_t timeout_ns, struct kvs_error *err) {
   int rc = kvs_release_wait(timeout_ns, err);
   return rc == KVS_TIMEOUT && kvs_clock_ns() >= *(uint64_t *)until ? KVS_OK : rc;
@@ -108,7 +108,7 @@ static int await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) 
   return kvs_py_wait(state, await_slice, &until, -1, "another thread's release");
 }
 
-/* Other threads find what the collector knows: this one it knows when it has its pool. */
+/* Hidden from gc.get_objects(), by which another thread could use it half made, until open_pool() tracks it. */
 static struct pool_object *alloc_pool(PyTypeObject *type) {
   PyObject *self = type->tp_alloc(type, 0);
   if (self != NULL) PyObject_GC_UnTrack(self);
