@@ -51,6 +51,12 @@ PATHS: tuple[str, ...] = get_args(Path)
 Commands = argparse._SubParsersAction
 _Number = TypeVar("_Number", int, float)
 _ALIKE = 0.7  # of difflib: below it a guess misleads, such as 61x36k for 12x3
+_PLAIN = {  # what argparse says, and what it means
+    "^the following arguments are required:": "missing:",
+    "expected (at least )?one argument$": "needs a value",
+    "invalid int value:": "not a whole number:",
+    "invalid float value:": "not a number:",
+}
 _FEW = 8  # so many choices are listed beside a suggestion
 
 
@@ -72,10 +78,8 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("required: COMMAND"):
             commands = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
             message = f"COMMAND is missing: there are {', '.join(commands.choices)}"
-        message = re.sub("^the following arguments are required: (.*)", r"missing: \1", message)
-        message = re.sub("expected (?:at least )?one argument$", "needs a value", message)
-        message = re.sub("invalid int value: (.*)", r"not a whole number: \1", message)
-        message = re.sub("invalid float value: (.*)", r"not a number: \1", message)
+        for theirs, ours in _PLAIN.items():
+            message = re.sub(theirs, ours, message)
         complain(message)
         self.exit(EXIT_USAGE, f"Try '{self.prog} --help'.\n")
 
