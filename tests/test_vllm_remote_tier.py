@@ -57,6 +57,15 @@ def rig(tmp_path: Path, node: Any) -> Iterator[Rig]:
     rig.tier.shutdown()
 
 
+def test_an_answer_waits_for_a_long_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvswap.vllm._remote_tier._FRESH_SECONDS", 0.01)
+    retry = base.LookupResult.RETRY
+    for wanted in (retry, base.LookupResult.MISS):  # a step of half a second between the two
+        assert rig.tier.lookup(of_files.key_of(7), rig.context) == wanted
+        time.sleep(0.5)
+    assert rig.tier.lookup(of_files.key_of(7), rig.context) == retry, "used once, it is not fresh any more"
+
+
 def test_blocks_go_down_and_come_up(rig: Rig) -> None:
     assert rig.tier.lookup(of_files.key_of(7), rig.context) == base.LookupResult.RETRY
     assert not rig.has(7)

@@ -46,9 +46,9 @@ _MEDIUM = getattr(offload_base, "Medium", None)
 _EVENT_FIELDS = set(getattr(getattr(offload_base, "OffloadingEvent", None), "__dataclass_fields__", ()))
 _DRAIN_SECONDS = 600.0
 _EVENTS = 1 << 20  # kept until vLLM takes them
-_UNREADABLE_SECONDS = (
-    60.0  # for so long a block that could not be loaded counts as missing: else its request asks for ever
-)
+# A block that could not be loaded counts as missing for so long. Else vLLM asks for it again and again, and never runs
+# the request.
+_UNREADABLE_SECONDS = 60.0
 _MOST_UNREADABLE = 1 << 16
 
 

@@ -9,7 +9,6 @@ first one of a key is answered RETRY, and a thread asks the nodes for all keys t
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Collection
@@ -22,7 +21,8 @@ from kvswap._log import logger
 from ._file_tier import StoreTier, layout_of
 
 _log = logger("kvswap.vllm")
-_FRESH_SECONDS = 1.0  # an answer is used for so long, or once, and asked for again afterwards
+_FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again afterwards
+_UNUSED_SECONDS = 60.0  # one that was not used yet is kept longer, as an engine's step can take longer than a second
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
 
@@ -34,7 +34,7 @@ class _Lookups:
         self._store = store
         self._changed = threading.Condition()
         self._wanted: dict[bytes, None] = {}  # guarded by _changed, as the next two
-        self._answers: dict[bytes, tuple[float, bool]] = {}  # in the order of their time; inf: not used yet
+        self._answers: dict[bytes, tuple[float, bool]] = {}  # until when; in the order of their time
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvswap-vllm-lookup", daemon=True)
         self._thread.start()
@@ -44,9 +44,8 @@ class _Lookups:
         with self._changed:
             now = time.monotonic()
             until, there = self._answers.get(key, (0.0, False))
-            if until == math.inf:  # steps may be longer than an answer is fresh
-                self._answers[key] = now + _FRESH_SECONDS, there
             if until > now:
+                self._answers[key] = min(until, now + _FRESH_SECONDS), there
                 return there
             if len(self._wanted) < _MOST_ANSWERS:
                 self._wanted[key] = None
@@ -69,11 +68,12 @@ class _Lookups:
             self._put(keys, found)
 
     def _put(self, keys: list[bytes], found: list[bool]) -> None:
+        until = time.monotonic() + _UNUSED_SECONDS
         with self._changed:
             for key, there in zip(keys, found, strict=True):
                 self._wanted.pop(key, None)
                 self._answers.pop(key, None)
-                self._answers[key] = math.inf, there
+                self._answers[key] = until, there
             while len(self._answers) > _MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
 
