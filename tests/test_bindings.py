@@ -968,7 +968,7 @@ def test_memory(device: kvswap.Device, host: bool) -> None:
     target = cache()
     kvswap.swap_blocks_batch([memory], [target], NBYTES, device=device).wait(LIMIT)
     assert (target[0] == 7).all()
-    with pytest.raises(BufferError, match="still use this memory"):
+    with pytest.raises(BufferError, match="arrays or transfers of a FileStore still use this memory"):
         memory.free()
     del array
     memory.free()

@@ -48,7 +48,7 @@ def test_memory(device: kvswap.Device, host: bool) -> None:
         assert array.size == 1000
         assert np.asarray(memory).shape == (1000,)
         assert memoryview(memory).nbytes == 1000
-        with pytest.raises(BufferError, match="still use this memory"):
+        with pytest.raises(BufferError, match="arrays or transfers of a FileStore still use this memory"):
             memory.free()
         assert array[999] == 7
         del array
