@@ -124,7 +124,7 @@ class Comparison:
         del self.engines[engine.name]
         engine.end()
 
-    def _each(self, phase: str, regime_name: str, *, backwards: bool = False, repeat: int | None = None) -> None:
+    def _each(self, phase: str, regime_name: str, *, backwards: bool = False, repeat: int = 0) -> None:
         """A phase of all engines that have it, one after the other."""
         names = [*self.engines]
         for config in names[::-1] if backwards else names:
@@ -133,13 +133,12 @@ class Comparison:
             engine = self.engines[config]
             if not configurations.takes(config, phase):
                 continue
-            arguments = {} if repeat is None else {"repeat": repeat}
             try:
-                made = engine.ask(phase, min(90.0, self.clock.left()), **arguments)
+                made = engine.ask(phase, min(90.0, self.clock.left()))
             except Failed as failed:
                 self._drop(engine, failed)
                 continue
-            self.record.add(run=self.number, regime=regime_name, config=config, phase=phase, repeat=repeat or 0, **made)
+            self.record.add(run=self.number, regime=regime_name, config=config, phase=phase, repeat=repeat, **made)
 
     def _measure(self, regime_name: str, clock: Clock, skip: tuple[str, ...] = ()) -> None:
         asked = [phase for phase in self.options.phases.split(",") if phase not in skip]

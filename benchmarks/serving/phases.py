@@ -45,7 +45,8 @@ class Phases:
         return [prompt(kind, first + i, self.regime.length) for i in range(count)]
 
     def _stored(self, count: int) -> list[list[int]]:
-        """The next of the prompts that store() computed, around: those that a host cache of a part of them has not."""
+        """The next prompts that store() computed, from the first again after the last. A host cache that holds a part
+        of them does not have these."""
         first, self._loaded = self._loaded, self._loaded + count
         return [prompt(STORED, (first + i) % self.regime.prompts, self.regime.length) for i in range(count)]
 
@@ -145,9 +146,8 @@ class Phases:
 
     # -- measured again and again -------------------------------------------------------------------------------------
 
-    def hits(self, repeat: int = 0) -> dict[str, Any]:
+    def hits(self) -> dict[str, Any]:
         """Prompts one at a time: when the host has them, and at once again, when the GPU has them (the floor)."""
-        del repeat
         self.engine.forget()
         self.watch.take()
         before = self._own_steps()
@@ -184,9 +184,8 @@ class Phases:
     def _short_on_gpu(self, found: int, prompts: int) -> list[str]:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))
 
-    def burst(self, repeat: int = 0) -> dict[str, Any]:
+    def burst(self) -> dict[str, Any]:
         """All prompts at once, or as many as the host has room for."""
-        del repeat
         self.engine.forget()
         self.watch.take()
         prompts, ahead = self._stored(self.regime.at_once or self.regime.prompts), self._reported_ahead()
@@ -200,28 +199,25 @@ class Phases:
             **self.watch.take(),
         }  # fmt: skip
 
-    def alone(self, repeat: int = 0) -> dict[str, Any]:
+    def alone(self) -> dict[str, Any]:
         """Decoding, with the stores that it makes itself."""
-        del repeat
         self.engine.forget()
         return self._decode(None)
 
-    def loads(self, repeat: int = 0) -> dict[str, Any]:
+    def loads(self) -> dict[str, Any]:
         """Decoding beside requests that the host has, so many in flight at all times."""
-        del repeat
         self.engine.forget()
         record = self._decode(self._stored(self.regime.prompts))
         self._loaded += record["streamed"]
         return {**record, "short": self._short_of_hits(record["cached"], record["streamed"])}
 
-    def stores(self, repeat: int = 0) -> dict[str, Any] | None:
+    def stores(self) -> dict[str, Any] | None:
         """Decoding beside requests that the GPU has and the host does not: each stores its blocks, computes a token.
 
         One begins with every few tokens of the decoders, so that all configurations have as much to do, and that with
         no offloading too; later, if its blocks are still being stored from the last time.
 
         None: what the connector has stored cannot be looked at."""
-        del repeat
         host = self.engine.host
         if host is None and self.engine.connector is not None:
             return None
@@ -292,10 +288,9 @@ class Phases:
 
     # -- where the time goes ------------------------------------------------------------------------------------------
 
-    def idle(self, repeat: int = 0) -> dict[str, Any] | None:
+    def idle(self) -> dict[str, Any] | None:
         """Steps of one request's decoding: what the connector's calls take, when there is nothing to move. None: they
         are in other processes."""
-        del repeat
         if self.regime.ranks > 1:
             return None
         self.engine.forget()
@@ -308,9 +303,8 @@ class Phases:
             "call_us": {name: round(1e6 * value, 2) for name, value in spans.middles(found).items()},
         }  # fmt: skip
 
-    def profile(self, repeat: int = 0) -> dict[str, Any]:
+    def profile(self) -> dict[str, Any]:
         """Three prompts that the host has, and again when the GPU has them: milliseconds by call."""
-        del repeat
         self.engine.forget()
         made: dict[str, Any] = {"hit": [], "floor": []}
         cached = 0
