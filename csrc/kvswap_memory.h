@@ -100,7 +100,7 @@ KVS_API void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns);
 KVS_API void kvs_host_pool_free_later(struct kvs_host_pool *pool); /* for destructors: waits for nothing */
 
 /* Single allocations and registrations, for callers without an object to keep. Each belongs to the engine that made it.
- * Freeing and unregistering wait (60 s) for the transfers that may use the memory. */
+ * Freeing and unregistering wait (60 s) for the transfers that may use the memory. Freeing closes the pools in it. */
 KVS_API int kvs_host_alloc(struct kvs_engine *engine, size_t nbytes, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_host_free(uint64_t ptr, struct kvs_error *err);
 KVS_API int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);

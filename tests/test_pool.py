@@ -338,6 +338,43 @@ def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.D
         kvswap.Pool(device, room, 2, 64)
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_a_pool_ends_with_its_memory(device: kvswap.Device, host: bool) -> None:
+    """Else a later transfer would reach what is allocated there next."""
+    memory, other = device.alloc(4096, host=host), kvswap.Pool(device, device.alloc(4096, host=not host), 8, 512)
+    first = kvswap.Pool(device, memory, 4, 512, stride=512)
+    second = kvswap.Pool(device, memory.ptr + 2048, 4, 512, name="second")
+    kvswap.move_blocks(other, first, [1], [2]).wait(PATIENCE)
+    memory.free()
+    for src, dst in ((other, first), (second, other)):
+        with pytest.raises(kvswap.Error, match=r"pool '(pool \d+|second)' lies in memory that has been freed"):
+            kvswap.move_blocks(src, dst, [1], [2])
+    again = device.alloc(4096, host=host)  # often at the same address
+    kvswap.move_blocks(other, kvswap.Pool(device, again, 8, 512), [1], [2]).wait(PATIENCE)
+
+
+def test_a_pool_of_another_device_ends_with_its_memory() -> None:
+    device, second = kvswap.Device("host:0"), kvswap.Device("host:1")
+    memory = device.alloc(4096, host=True)
+    pool, own = kvswap.Pool(second, memory, 64, 64), kvswap.Pool(second, second.alloc(4096), 64, 64)
+    kvswap.move_blocks(pool, own, [1], [2]).wait(PATIENCE)
+    memory.free()
+    with pytest.raises(kvswap.Error, match="freed"):
+        kvswap.move_blocks(pool, own, [1], [2])
+
+
+def test_a_pool_outlives_a_registration(device: kvswap.Device) -> None:
+    """The memory is the caller's, and pageable again."""
+    array = np.zeros(1 << 16, np.uint8)
+    device.register(array)
+    pool, other = kvswap.Pool(device, array, 64, 1024), kvswap.Pool(device, device.alloc(1 << 16), 64, 1024)
+    device.unregister(array)
+    array[1024:2048] = 7
+    kvswap.move_blocks(pool, other, [1], [2]).wait(PATIENCE)
+    kvswap.move_blocks(other, pool, [2], [3]).wait(PATIENCE)
+    assert (array[3072:4096] == 7).all()
+
+
 def test_a_signal_ends_the_wait_for_another_threads_release(device: kvswap.Device) -> None:
     """Also if its handler raises what a wait ends with."""
 

@@ -79,7 +79,7 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
-/* Close the pools that other devices have over memory that this one opened. */
+/* Close the pools that other devices have over memory that this one allocated or opened. */
 static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_region *region) {
   struct kvs_engine *other;
   for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++) {
@@ -114,9 +114,10 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
-  if (mine && origin == KVS_ORIGIN_IMPORTED) kvs_pools_close_locked(engine, region);
+  bool gone = mine && origin != KVS_ORIGIN_REGISTERED; /* what was registered stays, as pageable memory */
+  if (gone) kvs_pools_close_locked(engine, region);
   pthread_mutex_unlock(&engine->memory_lock);
-  if (mine && origin == KVS_ORIGIN_IMPORTED) close_pools_of_others(engine, region);
+  if (gone) close_pools_of_others(engine, region);
   if (!mine) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
   return status;
 }

@@ -100,7 +100,8 @@ void kvs_pools_close_locked(struct kvs_engine *engine, const struct kvs_region *
 
 int kvs_pool_check_open(const struct kvs_pool *pool, struct kvs_error *err) {
   if (!atomic_load(&pool->closed)) return KVS_OK;
-  return kvs_fail(err, KVS_CLOSED, "pool '%s' lies in memory of another process that has been closed", pool->name);
+  return kvs_fail(err, KVS_CLOSED, "pool '%s' lies in memory that has been freed, or closed if it is another process's",
+                  pool->name);
 }
 
 /* Work may still run on this memory, perhaps for a pool that was closed: the new pool's first transfers wait for it. */

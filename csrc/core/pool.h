@@ -58,7 +58,7 @@ struct kvs_pool {
   atomic_uint refs;
   struct kvs_engine *engine;
   struct kvs_pool *next; /* guarded by engine->memory_lock */
-  atomic_bool closed;    /* its memory was opened from another process, and was closed */
+  atomic_bool closed;    /* its memory was freed, or was opened from another process and closed */
   struct kvs_table *table;
   struct kvs_pool_layout layout; /* group: a reference */
   uint64_t number;               /* unique in the process */
