@@ -99,6 +99,30 @@ def test_names_of_writers(tmp_path: Path, name: str, is_one: bool) -> None:
         assert one.contains(keys_of(3)) == [is_one] * 3
 
 
+def test_a_writer_that_cannot_be_read_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    """Not even those whose folder is listed after its own."""
+    with open_store(tmp_path) as one:
+        for number in range(4, 40):
+            (tmp_path / "s" / f"writer-{number:04}").write_bytes(b"a file")
+        (tmp_path / "other").mkdir()
+        with open_store(tmp_path / "other") as elsewhere:  # a writer of this directory that the open one does not know
+            put(elsewhere, keys_of(3))
+        (tmp_path / "s" / "writer-0020").unlink()
+        (tmp_path / "other" / "s" / "writer-0000").rename(tmp_path / "s" / "writer-0020")
+        finds(one, keys_of(3))
+        check(one, keys_of(3))
+
+
+def test_a_relative_path_is_of_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_store(Path()) as one:
+        monkeypatch.chdir("/")
+        with open_store(tmp_path) as two:
+            put(two, keys_of(3))
+            finds(one, keys_of(3))
+            check(one, keys_of(3))
+
+
 def test_a_block_that_another_has_is_kept(tmp_path: Path) -> None:
     keys = keys_of(10)
     with open_store(tmp_path) as one, open_store(tmp_path) as two:

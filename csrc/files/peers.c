@@ -74,17 +74,18 @@ static int add_peer(struct kvs_file_store *store, uint32_t number, struct kvs_er
   return KVS_OK;
 }
 
+/* A writer that cannot be read keeps nobody from the others: the error is the last one's. */
 int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
   DIR *dir = opendir(store->settings.directory);
   if (!dir) return kvs_file_fail(err, errno, "reading the directory %.200s", store->settings.directory);
   int status = KVS_OK;
   uint32_t number;
   char again[32];
-  for (struct dirent *entry; !status && (entry = readdir(dir)) != NULL;) {
+  for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
     if (sscanf(entry->d_name, "writer-%4u", &number) != 1 || number >= KVS_FILE_WRITERS) continue;
     snprintf(again, sizeof again, "writer-%04u", number);
     if (strcmp(entry->d_name, again) != 0 || is_known(store, number)) continue;
-    status = add_peer(store, number, err);
+    if (add_peer(store, number, err)) status = err->status;
   }
   closedir(dir);
   return status;
@@ -167,7 +168,8 @@ static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_erro
 static int serve_peers(struct kvs_file_store *store, bool look, struct kvs_error *err) {
   pthread_mutex_lock(&store->peers_lock);
   int status = look ? kvs_file_peers_find(store, err) : KVS_OK;
-  for (unsigned i = 0; !status && i < store->npeers; i++) status = serve_peer(store, i, err);
+  for (unsigned i = 0; i < store->npeers; i++)
+    if (serve_peer(store, i, err)) status = err->status;
   pthread_mutex_unlock(&store->peers_lock);
   return status;
 }

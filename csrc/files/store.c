@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/crc32c.h"
 #include "base/thread.h"
@@ -209,10 +210,21 @@ static void free_store(struct kvs_file_store *store) {
   free(store);
 }
 
-static struct kvs_file_store *new_store(const struct kvs_file_settings *settings, struct kvs_error *err) {
+/* New writers are looked for by this path: a later chdir() must change nothing. */
+static char *absolute_path(const char *path) {
+  char *here = path[0] == '/' ? NULL : getcwd(NULL, 0), *whole;
+  if (!here) return strdup(path);
+  if (asprintf(&whole, "%s/%s", here, path) < 0) whole = NULL;
+  free(here);
+  return whole;
+}
+
+static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, struct kvs_error *err) {
   struct kvs_file_store *store = calloc(1, sizeof *store);
-  char *directory = strdup(settings->directory);
-  if (!store || !directory || !make_roots(store, settings) || !kvs_file_index_init(&store->index) ||
+  struct kvs_file_settings settings = *asked;
+  char *directory = absolute_path(asked->directory);
+  settings.directory = directory;
+  if (!store || !directory || !make_roots(store, &settings) || !kvs_file_index_init(&store->index) ||
       kvs_file_queue_init(&store->queue, err)) {
     if (store) kvs_file_index_free(&store->index);
     if (store) free_roots(store);
@@ -223,8 +235,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   }
   atomic_init(&store->refs, 1);
   store->fork_generation = kvs_fork_generation();
-  store->settings = *settings;
-  store->settings.directory = directory;
+  store->settings = settings;
   store->settings.more = NULL;
   store->settings.layout = store->geometry.layout;
   if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
@@ -235,8 +246,8 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   kvs_cond_init(&store->ended);
   kvs_cond_init(&store->watch);
   pthread_mutex_init(&store->peers_lock, NULL);
-  if (settings->device) kvs_engine_ref(settings->device);
-  kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);
+  if (settings.device) kvs_engine_ref(settings.device);
+  kvs_file_geometry_make(settings.layout, settings.block_nbytes, segment_size(&settings), &store->geometry);
   return store;
 }
 
