@@ -596,6 +596,26 @@ def test_growing_needs_room(device: kvswap.Device) -> None:
         solid.shrink(2)
 
 
+def test_contiguous_memory_is_asked_of_what_has_gaps(device: kvswap.Device) -> None:
+    """By C code, such as torch.frombuffer's: NumPy takes strides."""
+    view = ctypes.create_string_buffer(256)  # a Py_buffer
+    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
+    get.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+    strides, contiguous = 0x10 | 0x08, (0x20, 0x40, 0x80)  # PyBUF_STRIDES, PyBUF_(C|F|ANY)_CONTIGUOUS
+    for gaps in (False, True):
+        pool = HostPool(4, 8192, device=device, layers=2, layout="layer-first", max_blocks=8 if gaps else 4)
+        assert get(pool, view, strides) == 0
+        release(view)
+        for bit in contiguous:
+            if gaps:
+                with pytest.raises(BufferError, match="room to grow between them: take layer"):
+                    get(pool, view, strides | bit)
+            else:
+                assert get(pool, view, strides | bit) == 0
+                release(view)
+        pool.close()
+
+
 def test_growing_that_will_not_register(device: kvswap.Device) -> None:
     with HostPool(4, 4096, device=device, max_blocks=100) as pool:
         np.asarray(pool)[:] = 9

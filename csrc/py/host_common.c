@@ -211,7 +211,8 @@ static PyObject *host_cancel(PyObject *self, PyObject *unused) {
 static int fill_view(PyObject *self, const struct kvs_host_pool_info *info, Py_buffer *view, int flags) {
   if (info->extent == info->nbytes)
     return PyBuffer_FillInfo(view, self, (void *)(uintptr_t)info->ptr, (Py_ssize_t)info->nbytes, 0, flags);
-  if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES) {
+  const int contiguous = (PyBUF_C_CONTIGUOUS | PyBUF_F_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS) & ~PyBUF_STRIDES;
+  if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES || (flags & contiguous) != 0) {
     PyErr_SetString(PyExc_BufferError, "the layers of this pool have room to grow between them: take layer(i)");
     return -1;
   }
