@@ -96,7 +96,8 @@ sanitize_part() {
   local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told"
   local title="$*" log again longest
   log="$parts/${title% and}"
-  only+=" and not keeps_a_manager and not beside and not elapsed and not whatever and not high_overtakes and not high_waits"
+  only+=" and not keeps_a_manager and not beside and not a_child and not elapsed and not whatever"
+  only+=" and not high_overtakes and not high_waits"
   [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch &&
     only+=" and not far_apart and not interleaving and not defaults_of and not environment and not copy_batch" &&
     only+=" and not H2D-batch and not D2H-batch"

@@ -341,7 +341,9 @@ def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.D
 @pytest.mark.parametrize("host", [False, True])
 def test_a_pool_ends_with_its_memory(device: kvswap.Device, host: bool) -> None:
     """Else a later transfer would reach what is allocated there next."""
-    memory, other = device.alloc(4096, host=host), kvswap.Pool(device, device.alloc(4096, host=not host), 8, 512)
+    memory, source = device.alloc(4096, host=host), Buffer(device, 4096, "gpu" if host else "cpu")
+    source.randomise(1)
+    other = kvswap.Pool(device, source.memory or source.array, 8, 512)
     first = kvswap.Pool(device, memory, 4, 512, stride=512)
     second = kvswap.Pool(device, memory.ptr + 2048, 4, 512, name="second")
     kvswap.move_blocks(other, first, [1], [2]).wait(PATIENCE)
