@@ -97,6 +97,7 @@ def main() -> None:
     made = regime(regime_name, overrides)
     set_environment(name, made, folder)
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1")
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # a GPU's attention in float32 is Triton's, which would take TF32
     register(name)
     from vllm.entrypoints.cli import main as command
 
