@@ -51,7 +51,6 @@ PARTS = {
     "skipped": Part("one copy is left out in silence, which has to show", ("copy", "skip", {})),
     "lost": Part("the device is lost", ("call", "lose", {"nth": 2000})),
 }
-SLICE = 12.0  # seconds beside each copy that `skipped` leaves out
 
 
 class Log:
@@ -90,13 +89,13 @@ class Server:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name, self.folder = name, options.work / name.replace(":", "_")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.socket, log = self.folder / SOCKET, self.folder / "log.txt"
+        self.socket, self._path = self.folder / SOCKET, options.work / f"log-{self.folder.name}.txt"
         self.socket.unlink(missing_ok=True)
         overrides = json.dumps(overrides_of(options.set))
         command = [sys.executable, "-m", "serving.server_process", name, options.regime, overrides, str(self.folder)]
-        with log.open("w") as file:
+        with self._path.open("w") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self.log = Log(log)
+        self.log = Log(self._path)
 
     def ready(self) -> None:
         """Wait until it answers; its weights are those of all others then. SystemExit: it does not."""
@@ -151,12 +150,12 @@ class Server:
 
     def fatal(self) -> str:
         """Where the engine ended, of its log: the last lines of its traceback."""
-        text = (self.folder / "log.txt").read_text(errors="replace")
+        text = self._path.read_text(errors="replace")
         return " / ".join(re.findall(r"^\(EngineCore.* ERROR .*?\] +(.*)", text, re.MULTILINE)[-4:])
 
     def tail(self) -> str:
         """The end of its log."""
-        return "\n".join((self.folder / "log.txt").read_text(errors="replace").splitlines()[-25:])
+        return "\n".join(self._path.read_text(errors="replace").splitlines()[-25:])
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:
@@ -179,6 +178,9 @@ class Run:
     def say(self, text: str) -> None:
         """A line of the record."""
         print(text, flush=True)
+        if self.options.out is not None:
+            with (self.options.out / "server.txt").open("a") as file:
+                file.write(text + "\n")
 
     def references(self, server: Server) -> None:
         """What the server says to each prompt alone; prompts whose tokens rounding may change are left out."""
@@ -224,10 +226,11 @@ class Run:
 
     def _skipped(self, server: Server, load: clients.Load) -> tuple[Tally, list[str]]:
         """One copy at a time, each beside a load of its own and from empty caches."""
-        total, showed, tries = Tally(), 0, max(1, round(self.options.seconds / SLICE))
+        options, total, showed = self.options, Tally(), 0
+        tries = max(1, round(options.seconds / options.slice))
         for number in range(tries):
             server.call("serving_fault", "copy", "skip", {"nth": 1 + 37 * number})
-            tally = load.run(self.options.clients, SLICE, self.options.seed + number)
+            tally = load.run(options.clients, options.slice, options.seed + number)
             server.call("serving_fault")
             hung = self._settle(server, external=True)
             showed += bool(tally.differ)
@@ -292,12 +295,14 @@ def parse() -> argparse.Namespace:
     add("--configs", default="none,kvswap", help=f"of {', '.join(configurations.NAMES)}")
     add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; none has the first alone")
     add("--seconds", type=float, default=180.0, help="of each part")
+    add("--slice", type=float, default=12.0, help="seconds beside each copy that part skipped leaves out")
     add("--clients", type=int, default=6, help="requests at once")
     add("--limit", type=float, default=60.0, help="seconds after which a request hangs")
     add("--tolerance", type=float, default=1e-4, help="of the logarithm of a token's probability")
     add("--regime", default="toy", choices=[*REGIMES])
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="another value for a field of the regime")
     add("--seed", type=int, default=0)
+    add("--out", type=Path, help="a folder, whose server.txt gets the record too")
     add("--work", type=Path, default=Path("/tmp/kvswap-serving/server"), help="logs, models and sockets")
     options = parser.parse_args()
     for name in options.parts.split(","):
@@ -308,7 +313,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """All configurations; the reference is made first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, in a session of its own
     options = parse()
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     run, names, parts = Run(options), options.configs.split(","), options.parts.split(",")
     run.server("none", ["calm"] if "none" in names else [])
     for name in names:
