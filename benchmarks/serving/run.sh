@@ -3,7 +3,8 @@
 #   PACK=FOLDER OUT=FOLDER [LIMIT=560] benchmarks/serving/run.sh OPTIONS [-- OPTIONS ...]
 # PACK: with part-00 and SHA256.  OUT: gets serving.jsonl, summary.txt, machine.txt and logs.tar.gz.  LIMIT: seconds for all.
 # -- begins another comparison, which gets the time that is left. What was unpacked and built stays in BASE, under /tmp.
-# PROGRAM: serving; serving_sglang with the pack of that folder.
+# PROGRAM: serving; serving_sglang with the pack of that folder; serving.server, whose OPTIONS say how many --seconds each
+# part gets: OUT gets server.txt in the place of serving.jsonl and summary.txt.
 # PYTHON: python3, with PyTorch and transformers.  KVSWAP_CUDA: as setup.py takes it (require).  SETUP_ONLY=1: no more.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -65,10 +66,10 @@ echo "ready after $SECONDS s"
 
 status=0 options=()
 compare() {
-  local left=$((limit - SECONDS - 10))
+  local left=$((limit - SECONDS - 10)) given=(--out "$OUT" --work "$base/run")
   [ "$left" -lt 30 ] && { echo "no time left for $*"; status=1; return; }
-  (cd "$base" && timeout -k 5 "$left" "$python" -m "$program" --out "$OUT" --work "$base/run" --seconds "$((left - 5))" "$@") ||
-    status=$?
+  [ "$program" = serving.server ] || given+=(--seconds "$((left - 5))")
+  (cd "$base" && timeout -k 5 "$left" "$python" -m "$program" "${given[@]}" "$@") || status=$?
 }
 for option in "$@" --; do
   if [ "$option" = -- ]; then
@@ -79,6 +80,7 @@ for option in "$@" --; do
   fi
 done
 (cd "$base/run" && tar -czf "$OUT/logs.tar.gz" log-*)
-(cd "$base" && "$python" -m "$program.table" "$OUT/serving.jsonl" > "$OUT/summary.txt" && cat "$OUT/summary.txt")
+[ "$program" = serving.server ] ||
+  (cd "$base" && "$python" -m "$program.table" "$OUT/serving.jsonl" > "$OUT/summary.txt" && cat "$OUT/summary.txt")
 echo "ended with $status after $SECONDS s"
 exit "$status"
