@@ -172,7 +172,7 @@ class Scenario:
         before = sum(self.engine.workers.call("reported"))
         self.decode_beside(seed + 1)
         self.slow_link()
-        self.engine.workers.call("hold", 0.3)
+        self.engine.workers.call("hold", 1.0)  # longer than the steps until the report, beside other programs too
         name = self.engine.add(tokens)
         return name, tokens, before
 
