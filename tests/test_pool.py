@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,8 @@ import pytest
 from conftest import PATIENCE, Buffer, Bytes, Gate, run_python, until, usable
 
 import kvswap
-from kvswap import _C, _races, testing
+from kvswap import _C, _races, memory, testing
+from kvswap.files import FileStore, Layout
 
 BLOCKS = 9
 NBYTES = 4 * 251  # of a block: four odd rows
@@ -353,6 +355,33 @@ def test_a_pool_ends_with_its_memory(device: kvswap.Device, host: bool) -> None:
             kvswap.move_blocks(src, dst, [1], [2])
     again = device.alloc(4096, host=host)  # often at the same address
     kvswap.move_blocks(other, kvswap.Pool(device, again, 8, 512), [1], [2]).wait(PATIENCE)
+
+
+def test_nobody_takes_a_pool_whose_memory_was_freed(tmp_path: Path) -> None:
+    """Neither a FileStore, in place or by staging, nor an export; and the race checker does not look for it."""
+    device = kvswap.Device("host:0")
+    with FileStore(tmp_path, Layout(512), capacity=1 << 20, device=device) as store:
+        store.store([b"k"], [np.ones(512, np.uint8)]).wait(PATIENCE)
+        for host in (True, False):
+            own = device.alloc(4096, host=host)
+            pool = kvswap.Pool(device, own, 8, 512, name="old")
+            own.free()
+            uses: list[Callable[[], Any]] = [
+                lambda pool=pool: store.load([b"k"], pool, [3]),
+                lambda pool=pool: store.store([b"m"], pool, [3]),
+                lambda pool=pool: memory.export(pool),
+            ]
+            for use in uses:
+                with pytest.raises(kvswap.Error, match="pool 'old' lies in memory that has been freed"):
+                    use()
+    with testing.race_checker(raise_at_exit=False) as checker:
+        own = device.alloc(4096)
+        pool = kvswap.Pool(device, own, 8, 512)
+        kvswap.note_access(kvswap.Stream(device), pool, [1], True)
+        own.free()
+        again, source = device.alloc(4096), np.ones(512, np.uint8)
+        kvswap.swap_blocks_batch([source], [again.ptr + 512], 512, device=device).wait(PATIENCE)
+        assert again.ptr != pool.ptr or not checker.races
 
 
 def test_a_pool_of_another_device_ends_with_its_memory() -> None:

@@ -19,6 +19,8 @@ bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
  * ends. */
 struct kvs_engine *kvs_engine_at(unsigned number);
 
+/* KVS_CLOSED: the memory that the pool lies in has been freed, and may be another's. */
+int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 /* Why path burst is off, or has less memory than wanted; empty: neither. And the source of the costs that AUTO predicts
  * with. */
 enum { KVS_BURST_NOTE = 160 };

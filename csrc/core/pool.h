@@ -81,7 +81,6 @@ struct kvs_touch {
 
 /* pool.c. Close the pools in that memory. Under memory_lock. */
 void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
-int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 
 /* All under the engine's hazard_lock. */
 /* A table of untouched slots. */

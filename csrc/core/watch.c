@@ -72,6 +72,7 @@ static struct target *list_pools(struct kvs_engine *engine, size_t *count) {
   for (const struct kvs_pool *pool = engine->pools; pool; pool = pool->next) n++;
   if (n) targets = calloc(n, sizeof *targets);
   for (const struct kvs_pool *pool = engine->pools; targets && pool; pool = pool->next) {
+    if (atomic_load(&pool->closed)) continue;
     struct target *target = &targets[(*count)++];
     target->layout = pool->layout;
     target->number = pool->number;

@@ -396,6 +396,8 @@ static int check_pools(const struct kvs_file_store *store, const struct kvs_file
   uint64_t nbytes = 0;
   for (size_t i = 0; i < blocks->npools; i++) {
     struct kvs_pool_layout layout;
+    int status = kvs_pool_check_open(blocks->pools[i], err);
+    if (status) return status;
     kvs_pool_get_layout(blocks->pools[i], &layout);
     nbytes += layout.block_nbytes;
     if (kvs_pool_engine(blocks->pools[i]) != store->mover->engine)

@@ -115,7 +115,9 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
   if (read_shape(values[SHAPE], &made) < 0) return NULL;
   if (values[GENERATION] != NULL && kvs_py_uint64(values[GENERATION], "generation", -1, &made.generation) < 0)
     return NULL;
-  if ((PyObject *)Py_TYPE(values[SOURCE]) == state->pool_type)
+  bool pool = (PyObject *)Py_TYPE(values[SOURCE]) == state->pool_type;
+  if (pool && kvs_pool_check_open(kvs_py_pool_core(values[SOURCE]), &err)) return kvs_py_raise(state, &err);
+  if (pool)
     take_pool(values[SOURCE], &made);
   else if (take_address(state, values[SOURCE], values[SIZE], &made) < 0)
     return NULL;
