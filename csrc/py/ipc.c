@@ -41,8 +41,13 @@ static uint64_t extent_of(const struct kvs_pool_layout *layout) {
   return (layout->num_blocks - 1) * layout->stride + (layout->rows - 1) * layout->pitch + row;
 }
 
-static void take_pool(PyObject *pool, struct kvs_export *made) {
+static int take_pool(struct kvs_py_state *state, PyObject *pool, struct kvs_export *made) {
   struct kvs_pool_layout layout;
+  struct kvs_error err = {0};
+  if (kvs_pool_check_open(kvs_py_pool_core(pool), &err)) {
+    kvs_py_raise(state, &err);
+    return -1;
+  }
   kvs_pool_get_layout(kvs_py_pool_core(pool), &layout);
   made->address = layout.ptr;
   made->nbytes = extent_of(&layout);
@@ -52,6 +57,7 @@ static void take_pool(PyObject *pool, struct kvs_export *made) {
   made->rows = layout.rows;
   made->pitch = layout.pitch;
   memcpy(made->pool, layout.name, strlen(layout.name) + 1);
+  return 0;
 }
 
 static int take_address(struct kvs_py_state *state, PyObject *source, PyObject *nbytes, struct kvs_export *made) {
@@ -115,12 +121,10 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
   if (read_shape(values[SHAPE], &made) < 0) return NULL;
   if (values[GENERATION] != NULL && kvs_py_uint64(values[GENERATION], "generation", -1, &made.generation) < 0)
     return NULL;
-  bool pool = (PyObject *)Py_TYPE(values[SOURCE]) == state->pool_type;
-  if (pool && kvs_pool_check_open(kvs_py_pool_core(values[SOURCE]), &err)) return kvs_py_raise(state, &err);
-  if (pool)
-    take_pool(values[SOURCE], &made);
-  else if (take_address(state, values[SOURCE], values[SIZE], &made) < 0)
-    return NULL;
+  rc = (PyObject *)Py_TYPE(values[SOURCE]) == state->pool_type
+           ? take_pool(state, values[SOURCE], &made)
+           : take_address(state, values[SOURCE], values[SIZE], &made);
+  if (rc < 0) return NULL;
   struct kvs_engine *engine = engine_of(state, values[SOURCE], values[DEVICE], &made);
   if (engine == NULL) return NULL;
   KVS_PY_NO_GIL(rc = kvs_export_make(engine, &made, &server, &err));
