@@ -74,7 +74,7 @@ static int add_peer(struct kvs_file_store *store, uint32_t number, struct kvs_er
   return KVS_OK;
 }
 
-/* A writer that cannot be read keeps nobody from the others: the error is the last one's. */
+/* An unreadable writer does not end the search for the others. The error is that of the last one. */
 int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
   DIR *dir = opendir(store->settings.directory);
   if (!dir) return kvs_file_fail(err, errno, "reading the directory %.200s", store->settings.directory);
