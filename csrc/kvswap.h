@@ -159,7 +159,8 @@ KVS_API void kvs_shutdown(int64_t timeout_ns);
 
 /* Memory that kvswap allocates. host: pinned host memory. Freeing waits first for the transfers that may use the memory
  * and for other work on the device, at most 60 s (then KVS_TIMEOUT, and nothing is freed). Pools in it are closed:
- * transfers of theirs are refused from then on (KVS_CLOSED); no other thread may submit one meanwhile. */
+ * transfers of theirs are refused from then on (KVS_CLOSED). One that another thread is just submitting comes before or
+ * is refused; calls that name addresses do not see that the memory goes. */
 KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 /* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */

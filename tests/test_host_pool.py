@@ -1030,6 +1030,23 @@ def test_a_pool_over_a_host_pool_that_its_device_argument_shrinks(device: kvswap
         assert pool.pool(device=Which()).num_blocks == 1
 
 
+def test_a_pool_by_address_ends_with_the_host_pool(device: kvswap.Device) -> None:
+    """And with the blocks that shrink() cuts off; a pool in the others stays."""
+    block = 1 << 16
+    own = kvswap.Pool(device, device.alloc(8 * block), 8, block)
+    pool = HostPool(8, block, device=device)
+    kept = kvswap.Pool(device, pool.ptr, 4, block, name="kept")
+    cut = kvswap.Pool(device, pool.ptr + 4 * block, 4, block, name="cut")
+    kvswap.move_blocks(own, cut, [1], [2]).wait(PATIENCE)
+    pool.shrink(4, PATIENCE)
+    with pytest.raises(kvswap.Error, match="pool 'cut' lies in memory that has been freed"):
+        kvswap.move_blocks(own, cut, [1], [2])
+    kvswap.move_blocks(own, kept, [1], [2]).wait(PATIENCE)
+    pool.close()
+    with pytest.raises(kvswap.Error, match="pool 'kept' lies in memory that has been freed"):
+        kvswap.move_blocks(own, kept, [1], [2])
+
+
 # -- by address -------------------------------------------------------------------------------------------------------
 
 

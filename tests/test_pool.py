@@ -401,6 +401,37 @@ def test_a_pool_of_another_device_ends_with_its_memory() -> None:
         kvswap.move_blocks(pool, own, [1], [2])
 
 
+def test_memory_is_not_freed_while_a_transfer_is_being_submitted() -> None:
+    """Between the check of its pools and its place in the lane; it looks memory of another device up in between."""
+    device = kvswap.Device("host:1")
+    own = kvswap.Device("host:0").alloc(4096, host=True)
+    pool, source = kvswap.Pool(device, own, 8, 512), kvswap.Pool(device, device.alloc(4096), 8, 512)
+    transfers: list[kvswap.Transfer] = []
+    with testing.fault(device, "call", "delay", operation="pointer_query", delay=0.5):
+        thread = threading.Thread(target=lambda: transfers.append(kvswap.move_blocks(source, pool, [1], [2])))
+        thread.start()
+        time.sleep(0.1)
+        assert not transfers, "it is being submitted"
+        own.free()
+        thread.join(PATIENCE)
+    assert [transfer.done() for transfer in transfers] == [True], "the memory went before"
+
+
+def test_no_pool_is_opened_in_memory_that_is_being_freed() -> None:
+    device = kvswap.Device("host:0")
+    own = device.alloc(4096, host=True)
+    address = own.ptr
+    with testing.fault(device, "call", "delay", operation="host_free", delay=0.5):
+        thread = threading.Thread(target=own.free)
+        thread.start()
+        time.sleep(0.1)
+        with pytest.raises(kvswap.Error, match="is being given back by another thread"):
+            kvswap.Pool(device, address, 8, 512)
+        thread.join(PATIENCE)
+    with pytest.raises(ValueError, match="not mapped"):
+        kvswap.Pool(device, address, 8, 512)
+
+
 def test_a_pool_outlives_a_registration(device: kvswap.Device) -> None:
     """The memory is the caller's, and pageable again."""
     array = np.zeros(1 << 16, np.uint8)

@@ -55,6 +55,7 @@ ROWS = [
         "core/cover.h",
         "core/metrics.h",
         "core/registry.h",
+        "core/vacate.h",
         "core/lane.h",
         "core/transfer.h",
         "core/late.h",

@@ -1,8 +1,9 @@
 /* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
  *
  * Locks, in the order in which they are taken together:
- *   0. engine->hazard_lock  a pool transfer, from its check until the tables hold it (two engines: core/peer.h)
- *      engine->share_lock   the list of imports; never together with hazard_lock
+ *   0. engine->share_lock   the list of imports
+ *      engine->hazard_lock  a pool transfer, from its check until the tables hold it (two engines: core/peer.h; all:
+ *                           core/vacate.h)
  *      slots->lock          one transfer at a time is queued through a set of slots; trylock only
  *   1. engine->stream_locks one submitter at a time for each stream of the caller
  *   2. lane->submit         one submitter at a time for each lane; held while a transfer is queued on the device
@@ -10,7 +11,8 @@
  *   4. lane->lock           a lane's queue and events; held for a poll, never while work is queued on the device
  *   5. tables.lock
  *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock, reclaims.lock
- *   7. the race checker's, under any other lock; the checker calls nothing under its lock
+ *   7. under any other lock: the race checker's and that of memory on its way out (core/vacate.h); nothing is called
+ *      under them
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
 #define KVS_CORE_H
@@ -208,8 +210,11 @@ void kvs_move_scratch_free(struct kvs_move_scratch *);
 /* memory.c */
 void kvs_memory_destroy(struct kvs_engine *);
 /* kvs_memory_add() enters a region into the engine's table; nbytes 0: the driver gives the size. kvs_memory_retire()
- * removes one that no transfer can use any more. KVS_TIMEOUT: a transfer still can, and the region stays. */
+ * removes one that no transfer can use any more. KVS_TIMEOUT: a transfer still can, and the region stays. `vacating`:
+ * NULL, or the memory goes: KVS_OK has begun it (core/vacate.h), and the caller ends it. */
 int kvs_memory_add(struct kvs_engine *, uint64_t ptr, uint64_t nbytes, enum kvs_origin, struct kvs_error *);
-int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, struct kvs_region *, struct kvs_error *);
+struct kvs_vacating;
+int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, struct kvs_region *, struct kvs_vacating *,
+                      struct kvs_error *);
 
 #endif

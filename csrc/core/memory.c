@@ -5,6 +5,7 @@
 #include "core/lane.h"
 #include "core/peer.h"
 #include "core/range.h"
+#include "core/vacate.h"
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 
@@ -21,6 +22,7 @@ int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enu
     region.base = ptr;
     region.nbytes = nbytes;
   }
+  if (origin != KVS_ORIGIN_REGISTERED) kvs_vacate_over(region.base, region.nbytes);
   pthread_mutex_lock(&engine->memory_lock);
   status = kvs_regions_add(&engine->regions, &region, err);
   pthread_mutex_unlock(&engine->memory_lock);
@@ -79,17 +81,6 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
-/* Close the pools that other devices have over memory that this one allocated or opened. */
-static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_region *region) {
-  struct kvs_engine *other;
-  for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++) {
-    if (other == engine || kvs_dev_forked(other->device)) continue;
-    pthread_mutex_lock(&other->memory_lock);
-    kvs_pools_close_locked(other, region);
-    pthread_mutex_unlock(&other->memory_lock);
-  }
-}
-
 static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
                        struct kvs_error *err) {
   static const char *const done[] = {[KVS_ORIGIN_OTHER] = "made",
@@ -107,18 +98,22 @@ static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin 
 }
 
 int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
-                      struct kvs_error *err) {
-  int status = check_known(engine, ptr, origin, region, err);
-  if (!status) status = kvs_engine_drain(engine, region, 0, err);
-  if (!status) status = kvs_peer_drain(engine, region, 0, err);
-  if (status && status != KVS_LOST) return status;
+                      struct kvs_vacating *vacating, struct kvs_error *err) {
+  int lost = check_known(engine, ptr, origin, region, err);
+  if (!lost) lost = kvs_engine_drain(engine, region, 0, err);
+  if (!lost) lost = kvs_peer_drain(engine, region, 0, err);
+  if (lost && lost != KVS_LOST) return lost;
+  struct kvs_error busy;
+  if (vacating && kvs_vacate_begin(engine, region->base, region->nbytes, vacating, &busy)) {
+    *err = busy;
+    return busy.status;
+  }
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
-  bool gone = mine && origin != KVS_ORIGIN_REGISTERED; /* what was registered stays, as pageable memory */
-  if (gone) kvs_pools_close_locked(engine, region);
   pthread_mutex_unlock(&engine->memory_lock);
-  if (gone) close_pools_of_others(engine, region);
-  if (!mine) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
+  int status =
+      mine ? lost : kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
+  if (vacating && status) kvs_vacate_end(vacating);
   return status;
 }
 
@@ -129,18 +124,24 @@ static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
 static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   uint64_t ptr = (uint64_t)(uintptr_t)what;
   struct kvs_region region;
-  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
+  struct kvs_vacating vacating;
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, &vacating, err);
   if (status) return status;
-  if (region.memory != KVS_MEMORY_DEVICE) return kvs_dev_host_free(engine->device, ptr, err);
-  /* Unmapping chunks does not wait for work, but the task already has. */
-  return kvs_range_known(engine, ptr) ? kvs_range_free(engine, ptr, err) : kvs_dev_free(engine->device, ptr, err);
+  if (region.memory != KVS_MEMORY_DEVICE)
+    status = kvs_dev_host_free(engine->device, ptr, err);
+  else if (kvs_range_known(engine, ptr)) /* unmapping chunks does not wait for work, but the task already has */
+    status = kvs_range_free(engine, ptr, err);
+  else
+    status = kvs_dev_free(engine->device, ptr, err);
+  kvs_vacate_end(&vacating);
+  return status;
 }
 
 static int unregister_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   uint64_t ptr = (uint64_t)(uintptr_t)what;
   struct kvs_region region;
   struct kvs_error ignored;
-  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, NULL, err); /* it stays, pageable */
   if (status) return status;
   status = kvs_dev_host_unregister(engine->device, ptr, err);
   if (status == KVS_REFUSED) /* the driver still has the registration, and the caller may retry */

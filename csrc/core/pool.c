@@ -10,6 +10,7 @@
 #include "core/late.h"
 #include "core/peer.h"
 #include "core/racecheck.h"
+#include "core/vacate.h"
 #include "plan/layout.h"
 
 static atomic_uint_fast64_t pool_numbers;
@@ -81,8 +82,12 @@ static void name_pool(struct kvs_pool *pool, const char *name) {
 
 static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
   struct kvs_engine *engine = pool->engine;
+  uint64_t begin = pool->layout.ptr, end = begin + kvs_layout_extent(&pool->layout);
   pthread_mutex_lock(&engine->memory_lock);
   int status = check_alone_locked(engine, &pool->layout, err);
+  if (!status && kvs_vacate_meets(begin, end))
+    status = kvs_fail(err, KVS_CLOSED, "memory of [0x%" PRIx64 ", 0x%" PRIx64 ") is being given back by another thread",
+                      begin, end);
   if (!status) {
     pool->next = engine->pools;
     engine->pools = pool;
@@ -131,7 +136,6 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   int status = kvs_dev_check(engine->device, err);
   if (!status) status = kvs_layout_check(&layout, err);
   if (!status) status = check_group(engine, &layout, err);
-  if (!status) status = check_memory(engine, &layout, err);
   if (status) return status;
   struct kvs_pool *pool = calloc(1, sizeof *pool);
   if (!pool) return kvs_fail(err, KVS_NOMEM, "no memory for a pool");
@@ -140,11 +144,12 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->layout = layout;
   pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
   name_pool(pool, layout.name);
-  status = kvs_failures_open(&pool->failures, layout.num_blocks, err);
+  uint64_t end = layout.ptr + kvs_layout_extent(&layout);
+  pthread_mutex_lock(&engine->hazard_lock); /* the memory does not begin to go meanwhile (core/vacate.h) */
+  status = check_memory(engine, &layout, err);
+  if (!status) status = kvs_failures_open(&pool->failures, layout.num_blocks, err);
   if (!status && !layout.group) status = kvs_table_new(layout.num_blocks, &pool->table, err);
   if (!status && layout.group) pool->table = layout.group->table;
-  pthread_mutex_lock(&engine->hazard_lock);
-  uint64_t end = layout.ptr + kvs_layout_extent(&layout);
   if (!status) status = kvs_table_inherit(engine, pool->table, layout.ptr, end, err);
   if (!status) status = kvs_peer_inherit(pool, err);
   if (!status) status = put_in(pool, err);

@@ -18,6 +18,7 @@
 #include "core/peer.h"
 #include "core/range.h"
 #include "core/registry.h"
+#include "core/vacate.h"
 #include "device/share.h"
 #include "ipc/serve.h"
 
@@ -299,12 +300,13 @@ static int drop_view_now(struct kvs_engine *engine, void *what, struct kvs_error
   struct view *view = what;
   struct kvs_import *import = view->import;
   struct kvs_region region;
+  struct kvs_vacating vacating;
   int status = kvs_engine_drain(engine, &view->region, 0, err);
   if (!status) status = kvs_peer_drain(engine, &view->region, 0, err);
   if (status == KVS_TIMEOUT) return status;
   pthread_mutex_lock(&engine->share_lock);
   bool last = import->views == 1;
-  status = last ? kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, &region, err) : KVS_OK;
+  status = last ? kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, &region, &vacating, err) : KVS_OK;
   bool gone = !status || status == KVS_LOST;
   if (gone) import->views--;
   if (gone && last) unlink_locked(engine, import);
@@ -312,8 +314,12 @@ static int drop_view_now(struct kvs_engine *engine, void *what, struct kvs_error
   if (status == KVS_TIMEOUT) return status;
   free(view);
   if (!last || !gone) return status;
-  if (!status) return unmap_now(engine, import, err);
-  free(import);
+  if (status) { /* lost: it stays mapped */
+    free(import);
+    return status;
+  }
+  status = unmap_now(engine, import, err);
+  kvs_vacate_end(&vacating);
   return status;
 }
 

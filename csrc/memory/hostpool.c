@@ -12,6 +12,7 @@
 #include "core/lane.h"
 #include "core/metrics.h"
 #include "core/peer.h"
+#include "core/vacate.h"
 #include "memory/budget.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */
@@ -462,7 +463,7 @@ static int64_t left_ns(uint64_t deadline) {
 }
 
 /* Unregister, then unmap. KVS_TIMEOUT: part of the memory is still in use. */
-static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
+static int unmap(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
   struct kvs_error why, ignored;
   int refused = KVS_OK;
   for (size_t i = 0; i < pool->nchunks; i++) {
@@ -485,6 +486,16 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadl
   if (!keep_range) kvs_pages_unmap(pool->map_base, pool->map_nbytes);
   if (!keep_range || refused) pool->map_nbytes = 0;
   return refused;
+}
+
+/* The pools that were opened by its address go with the memory. */
+static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
+  struct kvs_vacating vacating;
+  int status = kvs_vacate_begin(pool->engine, pool->map_base, pool->map_nbytes, &vacating, err);
+  if (status) return status;
+  status = unmap(pool, keep_range, deadline, err);
+  kvs_vacate_end(&vacating);
+  return status;
 }
 
 int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err) {
