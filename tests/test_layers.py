@@ -31,7 +31,7 @@ CORE = [
     {"engine"},
     {"swap", "move", "move_plan"},
     {"submit", "choose"},
-    {"order", "pool", "memory", "reclaim", "peer", "pattern", "metrics"},
+    {"order", "pool", "vacate", "memory", "reclaim", "peer", "pattern", "metrics"},
     {"burst", "slots", "launch", "issue", "parts"},
     {"handle", "lane", "late", "transfer"},
     {"buffers", "tables", "cover"},
@@ -39,6 +39,7 @@ CORE = [
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [
+    {"core/pool.c", "core/vacate.c"},
     {"host/queue.c", "host/run.c"},
     {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
     {"files/gds.c", "files/gds_worker.c"},

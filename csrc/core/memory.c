@@ -22,7 +22,6 @@ int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enu
     region.base = ptr;
     region.nbytes = nbytes;
   }
-  if (origin != KVS_ORIGIN_REGISTERED) kvs_vacate_over(region.base, region.nbytes);
   pthread_mutex_lock(&engine->memory_lock);
   status = kvs_regions_add(&engine->regions, &region, err);
   pthread_mutex_unlock(&engine->memory_lock);
@@ -104,7 +103,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   if (!lost) lost = kvs_peer_drain(engine, region, 0, err);
   if (lost && lost != KVS_LOST) return lost;
   struct kvs_error busy;
-  if (vacating && kvs_vacate_begin(engine, region->base, region->nbytes, vacating, &busy)) {
+  if (vacating && kvs_vacate_begin(engine, region->base, region->nbytes, 0, vacating, &busy)) {
     *err = busy;
     return busy.status;
   }

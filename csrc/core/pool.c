@@ -82,12 +82,8 @@ static void name_pool(struct kvs_pool *pool, const char *name) {
 
 static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
   struct kvs_engine *engine = pool->engine;
-  uint64_t begin = pool->layout.ptr, end = begin + kvs_layout_extent(&pool->layout);
   pthread_mutex_lock(&engine->memory_lock);
   int status = check_alone_locked(engine, &pool->layout, err);
-  if (!status && kvs_vacate_meets(begin, end))
-    status = kvs_fail(err, KVS_CLOSED, "memory of [0x%" PRIx64 ", 0x%" PRIx64 ") is being given back by another thread",
-                      begin, end);
   if (!status) {
     pool->next = engine->pools;
     engine->pools = pool;
@@ -145,7 +141,11 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
   name_pool(pool, layout.name);
   uint64_t end = layout.ptr + kvs_layout_extent(&layout);
-  pthread_mutex_lock(&engine->hazard_lock); /* the memory does not begin to go meanwhile (core/vacate.h) */
+  status = kvs_vacate_lock(engine, layout.ptr, end, err);
+  if (status) {
+    pool_free(pool);
+    return status;
+  }
   status = check_memory(engine, &layout, err);
   if (!status) status = kvs_failures_open(&pool->failures, layout.num_blocks, err);
   if (!status && !layout.group) status = kvs_table_new(layout.num_blocks, &pool->table, err);

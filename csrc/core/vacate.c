@@ -3,18 +3,22 @@
  * listed until its memory has gone, as the driver still knows it until then. */
 #include "core/vacate.h"
 
+#include <inttypes.h>
+
 #include "base/fork.h"
 #include "core/core.h"
 #include "core/lane.h"
 
-/* A leaf, taken under memory_lock too. */
+static const int64_t LIMIT_NS = 60ll * 1000 * 1000 * 1000;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t ended;
 static struct kvs_vacating *first; /* guarded by lock */
 
 static void in_child(void) { first = NULL; }
 
 static void watch_fork(void) {
-  static struct kvs_fork_guard guard = {.lock = &lock, .in_child = in_child};
+  static struct kvs_fork_guard guard = {.lock = &lock, .cond = &ended, .in_child = in_child};
   kvs_fork_watch(&guard);
 }
 
@@ -31,28 +35,31 @@ void kvs_vacate_end(struct kvs_vacating *vacating) {
   struct kvs_vacating **at = &first;
   while (*at && *at != vacating) at = &(*at)->next; /* the child of a fork has none of its parent's */
   if (*at) *at = vacating->next;
+  pthread_cond_broadcast(&ended);
   pthread_mutex_unlock(&lock);
 }
 
-static bool meets(const struct kvs_vacating *vacating, uint64_t base, uint64_t end) {
-  return base < vacating->end && vacating->base < end;
+static bool meets_locked(uint64_t base, uint64_t end) {
+  const struct kvs_vacating *at = first;
+  while (at && (end <= at->base || at->end <= base)) at = at->next;
+  return at != NULL;
 }
 
-void kvs_vacate_over(uint64_t base, uint64_t nbytes) {
+int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, struct kvs_error *err) {
+  uint64_t deadline = kvs_deadline(LIMIT_NS);
   watch_fork();
-  pthread_mutex_lock(&lock);
-  for (struct kvs_vacating *at = first; at; at = at->next)
-    if (meets(at, base, base + nbytes)) at->end = at->base;
-  pthread_mutex_unlock(&lock);
-}
-
-bool kvs_vacate_meets(uint64_t base, uint64_t end) {
-  bool found = false;
-  watch_fork();
-  pthread_mutex_lock(&lock);
-  for (const struct kvs_vacating *at = first; at && !found; at = at->next) found = meets(at, base, end);
-  pthread_mutex_unlock(&lock);
-  return found;
+  for (;;) {
+    pthread_mutex_lock(&engine->hazard_lock);
+    pthread_mutex_lock(&lock);
+    bool going = meets_locked(base, end);
+    if (going) pthread_mutex_unlock(&engine->hazard_lock);
+    bool late = going && !kvs_cond_wait(&ended, &lock, deadline);
+    pthread_mutex_unlock(&lock);
+    if (!going) return KVS_OK;
+    if (late)
+      return kvs_fail(err, KVS_TIMEOUT,
+                      "memory of [0x%" PRIx64 ", 0x%" PRIx64 ") is being given back by another thread", base, end);
+  }
 }
 
 /* -- all devices ------------------------------------------------------------------------------------------------- */
@@ -77,12 +84,6 @@ static void find(struct devices *devices, struct kvs_engine *own) {
   add(devices, own);
 }
 
-static int drained(const struct devices *devices, const struct kvs_region *region, struct kvs_error *err) {
-  for (size_t i = 0; i < devices->count; i++)
-    if (kvs_engine_drain(devices->items[i], region, 0, err) == KVS_TIMEOUT) return KVS_TIMEOUT;
-  return KVS_OK;
-}
-
 static void close_pools(const struct devices *devices, const struct kvs_region *region) {
   for (size_t i = 0; i < devices->count; i++) {
     pthread_mutex_lock(&devices->items[i]->memory_lock);
@@ -91,19 +92,34 @@ static void close_pools(const struct devices *devices, const struct kvs_region *
   }
 }
 
-int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, struct kvs_vacating *vacating,
-                     struct kvs_error *err) {
-  struct kvs_region region = {.base = base, .nbytes = nbytes};
+struct begin {
+  struct kvs_engine *engine;
+  struct kvs_region region;
+  struct kvs_vacating *vacating;
+};
+
+static int poll_begun(void *arg, struct kvs_error *err) {
+  const struct begin *begin = arg;
   struct devices devices;
-  *vacating = (struct kvs_vacating){.base = base, .end = base + nbytes};
-  find(&devices, engine);
-  /* Between its check and its lane a transfer of pools holds the lock of its device and of theirs. */
+  int status = KVS_OK;
+  find(&devices, begin->engine);
   for (size_t i = 0; i < devices.count; i++) pthread_mutex_lock(&devices.items[i]->hazard_lock);
-  int status = drained(&devices, &region, err);
-  if (!status) {
-    list(vacating);
-    close_pools(&devices, &region);
+  for (size_t i = 0; status != KVS_TIMEOUT && i < devices.count; i++)
+    status = kvs_engine_drain(devices.items[i], &begin->region, 0, err);
+  if (status != KVS_TIMEOUT) { /* the transfers of a lost device have ended */
+    list(begin->vacating);
+    close_pools(&devices, &begin->region);
   }
   for (size_t i = devices.count; i-- > 0;) pthread_mutex_unlock(&devices.items[i]->hazard_lock);
-  return status;
+  return status == KVS_TIMEOUT ? KVS_NOT_READY : KVS_OK;
+}
+
+int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, int64_t timeout_ns,
+                     struct kvs_vacating *vacating, struct kvs_error *err) {
+  struct begin begin = {engine, {.base = base, .nbytes = nbytes}, vacating};
+  *vacating = (struct kvs_vacating){.base = base, .end = base + nbytes};
+  int status = kvs_wait_until(poll_begun, &begin, engine->device->stepped, timeout_ns, err);
+  if (status != KVS_TIMEOUT) return status;
+  return kvs_fail(err, status, "transfers that use this memory were still unfinished after %.1f s",
+                  (double)timeout_ns / 1e9);
 }

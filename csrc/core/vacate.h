@@ -10,19 +10,16 @@ struct kvs_vacating {
   struct kvs_vacating *next;
 };
 
-/* Close the pools over [base, base + nbytes), of all devices of the process and of `engine`, and until kvs_vacate_end()
- * let none be opened there: the memory may be given back in between. No transfer of these pools is being submitted then
- * or is unfinished. KVS_TIMEOUT: a transfer of any kind still uses the memory; nothing was changed. Any thread; takes
- * the hazard_lock of all devices, but does not wait for transfers. */
-int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, struct kvs_vacating *vacating,
-                     struct kvs_error *err);
+/* Close the pools over [base, base + nbytes), of all devices of the process and of `engine`, once no transfer uses that
+ * memory, and until kvs_vacate_end() let none be opened there: the memory may be given back in between. KVS_TIMEOUT:
+ * a transfer still used the memory after timeout_ns (negative: no limit); nothing was changed. Any thread; takes the
+ * hazard_lock of all devices. */
+int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, int64_t timeout_ns,
+                     struct kvs_vacating *vacating, struct kvs_error *err);
 void kvs_vacate_end(struct kvs_vacating *vacating);
 
-/* There is new memory at [base, base + nbytes): what was there before has gone, even if kvs_vacate_end() is yet to
- * come. */
-void kvs_vacate_over(uint64_t base, uint64_t nbytes);
-
-/* Whether memory of [base, end) is about to go. */
-bool kvs_vacate_meets(uint64_t base, uint64_t end);
+/* Take engine->hazard_lock while no memory of [base, end) is about to go; until the lock is released none begins to.
+ * KVS_TIMEOUT: it went for a minute; the lock is not held. */
+int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, struct kvs_error *err);
 
 #endif

@@ -491,7 +491,7 @@ static int unmap(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline,
 /* The pools that were opened by its address go with the memory. */
 static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
   struct kvs_vacating vacating;
-  int status = kvs_vacate_begin(pool->engine, pool->map_base, pool->map_nbytes, &vacating, err);
+  int status = kvs_vacate_begin(pool->engine, pool->map_base, pool->map_nbytes, left_ns(deadline), &vacating, err);
   if (status) return status;
   status = unmap(pool, keep_range, deadline, err);
   kvs_vacate_end(&vacating);

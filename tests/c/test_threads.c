@@ -26,6 +26,7 @@ static struct {
   struct kvs_offload *map;
   pthread_mutex_t lock;
   struct kvs_transfer *last[THREADS]; /* guarded by lock: of each thread, for others to wait for */
+  struct kvs_pool *lent;              /* guarded by lock: in memory that its owner frees, without a word to others */
   uint64_t end_ns;
   pid_t pid;
 } all;
@@ -251,6 +252,47 @@ static void open_pool(struct user *user) {
     kvs_pool_unref(pool);
   }
   free(memory);
+}
+
+static void lend(struct kvs_pool *pool) {
+  pthread_mutex_lock(&all.lock);
+  struct kvs_pool *old = all.lent;
+  all.lent = pool;
+  pthread_mutex_unlock(&all.lock);
+  if (old) kvs_pool_unref(old);
+}
+
+static void borrow(struct user *user) {
+  struct kvs_error err = {0};
+  struct kvs_transfer *transfer;
+  int64_t from = (int64_t)below(user, POOL_BLOCKS), to = (int64_t)below(user, BLOCKS);
+  pthread_mutex_lock(&all.lock);
+  struct kvs_pool *pool = all.lent;
+  if (pool) kvs_pool_ref(pool);
+  pthread_mutex_unlock(&all.lock);
+  if (!pool) return;
+  struct kvs_move blocks = {
+      .src = &all.pools[0], .dst = &pool, .npairs = 1, .src_ids = {&from, 8, 1}, .dst_ids = {&to, 8, 1}};
+  if (EXPECT(kvs_move_blocks(&blocks, NULL, &transfer, &err), KVS_QUEUE_FULL, KVS_CLOSED)) kvs_transfer_unref(transfer);
+  kvs_pool_unref(pool);
+}
+
+/* No transfer of a pool reaches what comes after the pool's memory. */
+static void free_lent(struct user *user) {
+  struct kvs_error err = {0};
+  struct kvs_engine *owner = all.engines[below(user, DEVICES)];
+  struct kvs_pool *pool;
+  struct kvs_pool_layout layout = {.num_blocks = BLOCKS, .block_nbytes = NBYTES};
+  if (!EXPECT(kvs_engine_alloc(owner, BLOCKS * NBYTES, true, &layout.ptr, &err))) return;
+  if (EXPECT(kvs_pool_open(all.engines[0], &layout, &pool, &err))) lend(pool);
+  for (int i = 0; i < 3; i++) borrow(user);
+  if (!EXPECT(kvs_engine_free(owner, layout.ptr, &err), KVS_TIMEOUT)) return;
+  if (!EXPECT(kvs_engine_alloc(owner, BLOCKS * NBYTES, true, &layout.ptr, &err))) return;
+  unsigned char *next = (unsigned char *)(uintptr_t)layout.ptr;
+  memset(next, 1, BLOCKS * NBYTES);
+  for (int i = 0; i < 3; i++) borrow(user);
+  for (size_t i = 0; i < BLOCKS * NBYTES; i++) user->wrong += next[i] != 1;
+  EXPECT(kvs_engine_free(owner, layout.ptr, &err), KVS_TIMEOUT);
 }
 
 /* -- engines and their memory -------------------------------------------------------------------------------------- */
@@ -539,9 +581,9 @@ static void offload(struct user *user) {
 
 /* -- the threads --------------------------------------------------------------------------------------------------- */
 
-static void (*const deeds[])(struct user *) = {swap,          swap,  swap,    move,       move,    note,  open_pool,
-                                               look,          look,  scrape,  allocate,   pattern, files, files,
-                                               deterministic, words, exports, host_pools, offload, split};
+static void (*const deeds[])(struct user *) = {
+    swap,     swap,      swap,    move,  move,  note,  open_pool,     borrow,  borrow,     look,    look, scrape,
+    allocate, free_lent, pattern, files, files, words, deterministic, exports, host_pools, offload, split};
 enum { DEEDS = sizeof deeds / sizeof *deeds };
 
 static void *use(void *arg) {
@@ -617,6 +659,7 @@ static void all_close(struct user *users) {
     kvs_pool_unref(users[i].pool);
     CHECK(!kvs_engine_free(all.engines[0], users[i].pool_memory, &err), "%s", err.message);
   }
+  lend(NULL);
   kvs_host_pool_free(all.host, PATIENCE);
   kvs_host_pool_free(all.words, PATIENCE);
   for (int i = 0; i < 3; i++) kvs_pool_unref(all.pools[i]);
