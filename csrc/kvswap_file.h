@@ -111,7 +111,9 @@ enum { KVS_FILE_PARTS = 65536 }; /* limit of a block's parts */
 
 /* Each word of the arrays is read once, during the call, and then checked: another thread may write to them. All blocks
  * are queued or none, as in kvswap.h; later failures are reported block by block. Memory must stay mapped, and stored
- * bytes unchanged, until the transfer has ended. Memory of a failed load is undefined. */
+ * bytes unchanged, until the transfer has ended. The memory of pools too: host memory is read and written in place, and
+ * what frees or unmaps memory (kvs_engine_free(), kvs_host_free(), kvs_mapped_close(), kvs_host_pool_close()) does not
+ * wait for transfers of a store. Memory of a failed load is undefined. */
 KVS_API int kvs_file_put(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
                          const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);
 KVS_API int kvs_file_get(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,

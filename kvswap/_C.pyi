@@ -581,7 +581,7 @@ class FileStore:
         blocks, ids: a Pool of the store's device, or several whose slots make one block, in this order, with the slots
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
-          behind plain addresses must stay mapped as long.
+          behind plain addresses, also of a pool, must stay mapped as long.
         parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
           and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
           a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.
@@ -609,7 +609,7 @@ class FileStore:
         blocks, ids: a Pool of the store's device, or several whose slots make one block, in this order, with the slots
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
-          behind plain addresses must stay mapped as long.
+          behind plain addresses, also of a pool, must stay mapped as long.
         parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
           and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
           a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.

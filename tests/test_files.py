@@ -1508,6 +1508,30 @@ def test_memory_is_not_freed_under_a_transfer(tmp_path: Path, parts: list[int] |
         memory.free()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_memory_is_not_freed_under_a_transfer_of_a_pool_in_it(tmp_path: Path, what: str, rows: int) -> None:
+    """Of one row in place, of two through staging. The memory outlives its pools."""
+    device = kvswap.Device("host:0")
+    blocks = blocks_of(1, 8, 4096)
+    with FileStore(tmp_path, Layout(4096), capacity=1 << 20, device=device) as store:
+        store.store(keys_of(8), blocks, range(8)).wait(PATIENCE)
+        memory: Any = device.alloc(8 * 4096, host=True)
+        pool = kvswap.Pool(device, memory, 8, 4096, rows=rows, pitch=8 * 2048 if rows == 2 else 0)
+        with testing.file_fault(store, "read" if what == "load" else "write", "delay", delay=0.5):
+            transfer = getattr(store, what)(keys_of(8), pool, range(8))
+            with pytest.raises(BufferError, match="transfers of a FileStore still use this memory"):
+                memory.free()
+            del pool
+            with pytest.raises(BufferError, match="transfers of a FileStore still use this memory"):
+                memory.free()
+            transfer.wait(PATIENCE)
+        if what == "load":
+            now = np.frombuffer(bytes(memoryview(memory)), np.uint8).reshape(rows, 8, -1).swapaxes(0, 1).reshape(8, -1)
+            np.testing.assert_array_equal(now, blocks)
+        memory.free()
+
+
 def test_a_capacity_below_a_segment_removes_none(tmp_path: Path) -> None:
     """Nor where what the folder holds is known from the segments alone."""
     layout, blocks = Layout(5000, model="m"), blocks_of(1, 40, 5000)

@@ -197,6 +197,7 @@ struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                  
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
+PyObject *kvs_py_pool_hold(PyObject *pool);        /* borrowed; a list of what it keeps alive, or one object, or NULL */
 bool kvs_py_pool_readonly(PyObject *pool);         /* true: it cannot be a destination */
 /* A Pool over memory that `hold` owns. Steals the references to engine and hold, also on failure. name: a str, None or
  * NULL. */

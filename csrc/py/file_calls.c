@@ -207,14 +207,42 @@ static int read_blocks(struct file_call *call, PyObject *const *values) {
 
 /* Memory.free() and Mapped.close() wait for transfers of the device, but know none of a store. So a store's transfer
  * takes a buffer of the memory, and they raise BufferError until it has ended. */
+static int keep_buffer(struct file_call *call, PyObject *item) {
+  PyObject *view = PyMemoryView_FromObject(item);
+  int rc = view == NULL ? -1 : kvs_py_hold(&call->hold, view);
+  Py_XDECREF(view);
+  return rc;
+}
+
+static bool is_memory(const struct file_call *call, PyObject *object) {
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  return type == call->state->memory_type || type == call->state->mapped_type;
+}
+
+/* Host memory has an array interface, and the store may read and write it in place. GPU memory has no buffer: its
+ * blocks go through staging, by transfers of the device. */
+static int keep_pool(struct file_call *call, PyObject *pool) {
+  PyObject *hold = kvs_py_pool_hold(pool), *interface;
+  Py_ssize_t count = hold != NULL && PyList_Check(hold) ? PyList_GET_SIZE(hold) : 0; /* else a HostPool's buffer */
+  struct kvs_error err = {0};
+  if (kvs_pool_check_open(kvs_py_pool_core(pool), &err) != KVS_OK) { /* its memory was freed, and has no buffer */
+    kvs_py_raise(call->state, &err);
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject *item = PyList_GET_ITEM(hold, i);
+    int has = is_memory(call, item) ? kvs_py_attribute(item, call->state->s_array, &interface) : 0;
+    if (has == 1) Py_DECREF(interface);
+    if (has < 0 || (has == 1 && keep_buffer(call, item) < 0)) return -1;
+  }
+  return 0;
+}
+
 static int keep_buffers(struct file_call *call) {
   Py_ssize_t count = call->hold == NULL ? 0 : PyList_GET_SIZE(call->hold);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject *item = PyList_GET_ITEM(call->hold, i), *type = (PyObject *)Py_TYPE(item);
-    if (type != call->state->memory_type && type != call->state->mapped_type) continue;
-    PyObject *view = PyMemoryView_FromObject(item);
-    int rc = view == NULL ? -1 : kvs_py_hold(&call->hold, view);
-    Py_XDECREF(view);
+    PyObject *item = PyList_GET_ITEM(call->hold, i);
+    int rc = is_pool(call, item) ? keep_pool(call, item) : is_memory(call, item) ? keep_buffer(call, item) : 0;
     if (rc < 0) return -1;
   }
   return 0;
@@ -291,7 +319,7 @@ PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   "blocks, ids: a Pool of the store's device, or several whose slots make one block, in this order, with the slots\n"  \
   "  in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without\n"    \
   "  ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory\n"   \
-  "  behind plain addresses must stay mapped as long.\n"                                                               \
+  "  behind plain addresses, also of a pool, must stay mapped as long.\n"                                              \
   "parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory " \
   "(K\n"                                                                                                               \
   "  and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one "    \

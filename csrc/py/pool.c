@@ -9,7 +9,7 @@
 struct pool_object {
   PyObject_HEAD
   struct kvs_pool *pool;
-  PyObject *hold;  /* list: the tensor and its exporter; NULL for a plain address */
+  PyObject *hold;  /* list: the tensor and its exporter; a HostPool's buffer; NULL for a plain address */
   PyObject *group; /* a Pool, or NULL */
   bool readonly;
 };
@@ -17,6 +17,8 @@ struct pool_object {
 static struct pool_object *as_pool(PyObject *self) { return (struct pool_object *)self; }
 
 struct kvs_pool *kvs_py_pool_core(PyObject *pool) { return as_pool(pool)->pool; }
+
+PyObject *kvs_py_pool_hold(PyObject *pool) { return as_pool(pool)->hold; }
 
 bool kvs_py_pool_readonly(PyObject *pool) { return as_pool(pool)->readonly; }
 
