@@ -113,6 +113,44 @@ def test_a_writer_that_cannot_be_read_keeps_nobody_from_the_others(tmp_path: Pat
         check(one, keys_of(3))
 
 
+def test_what_is_no_writer_refuses_nothing(tmp_path: Path) -> None:
+    """Neither an open nor a refresh, whatever has a writer's name; the other writers are found."""
+    with open_store(tmp_path) as one:
+        put(one, keys_of(3))
+        folder = tmp_path / "s"
+        for name in ("writer-0001", "writer-0200"):
+            (folder / name).write_bytes(b"a file")
+        (folder / "writer-0201").symlink_to(folder / "nothing")
+        (folder / "writer-0202").mkdir(mode=0o777)
+        (folder / "writer-0202").chmod(0o777)
+        one.refresh()
+        with open_store(tmp_path) as two:
+            assert two.contains(keys_of(3)) == [True] * 3
+            put(two, keys_of(3, "two"))
+            one.refresh()
+            assert one.contains(keys_of(3, "two")) == [True] * 3
+            assert (folder / "writer-0002").is_dir()
+        with pytest.raises(ValueError, match="holds blocks of another layout"):
+            FileStore(folder, Layout(NBYTES, model="other"), capacity=1 << 20, shared=True)
+
+
+def test_a_segment_of_another_writer_that_cannot_be_opened(tmp_path: Path) -> None:
+    """That writer's blocks are missing until it can; the store opens, and finds those of others."""
+    folder = tmp_path / "s"
+    with open_store(tmp_path) as one, open_store(tmp_path) as two:
+        put(one, keys_of(3))
+        put(two, keys_of(3, "two"))
+        (folder / "writer-0000" / "segment-00000000.kvs").rename(tmp_path / "apart")
+        (folder / "writer-0000" / "segment-00000000.kvs").mkdir()
+        with open_store(tmp_path) as three:
+            three.refresh()
+            assert three.contains(keys_of(3) + keys_of(3, "two")) == [False] * 3 + [True] * 3
+            (folder / "writer-0000" / "segment-00000000.kvs").rmdir()
+            (tmp_path / "apart").rename(folder / "writer-0000" / "segment-00000000.kvs")
+            finds(three, keys_of(3))
+            check(three, keys_of(3))
+
+
 def test_a_relative_path_is_of_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with open_store(Path()) as one:

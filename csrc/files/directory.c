@@ -192,7 +192,12 @@ static int refuse_other_kind(const struct kvs_file_store *store, const struct kv
                   shared ? "the store of one writer" : "shared by several writers", shared ? "without" : "with");
 }
 
-/* The first directory of a writer that no process writes; made if all are taken. */
+static bool is_no_directory(const char *path) {
+  struct stat info;
+  return stat(path, &info) == 0 && !S_ISDIR(info.st_mode);
+}
+
+/* The first directory of a writer that no process writes; made if all are taken. A file in its place is passed over. */
 static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct kvs_error *err) {
   struct kvs_file_root base = {.path = (char *)(uintptr_t)store->settings.directory, .folder = -1, .state = -1};
   struct kvs_file_root *root = &store->roots[0];
@@ -203,6 +208,7 @@ static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct k
   for (uint32_t i = 0; i < KVS_FILE_WRITERS; i++) {
     store->writer = i;
     kvs_file_writer_path(base.path, i, root->path, strlen(base.path) + 32);
+    if (is_no_directory(root->path)) continue;
     status = kvs_file_open_folder(root, true, err);
     if (!status) status = open_state(store, root, deadline, err);
     if (status != KVS_BUSY) return status;

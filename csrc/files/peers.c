@@ -74,10 +74,12 @@ static int add_peer(struct kvs_file_store *store, uint32_t number, struct kvs_er
   return KVS_OK;
 }
 
-/* An unreadable writer does not end the search for the others. The error is that of the last one. */
+/* What has a writer's name and cannot be opened counts as no writer, and is tried again at the next look. Other
+ * failures do not end the search for the others either; the error is that of the last one. */
 int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
   DIR *dir = opendir(store->settings.directory);
   if (!dir) return kvs_file_fail(err, errno, "reading the directory %.200s", store->settings.directory);
+  struct kvs_error failure;
   int status = KVS_OK;
   uint32_t number;
   char again[32];
@@ -85,7 +87,10 @@ int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
     if (sscanf(entry->d_name, "writer-%4u", &number) != 1 || number >= KVS_FILE_WRITERS) continue;
     snprintf(again, sizeof again, "writer-%04u", number);
     if (strcmp(entry->d_name, again) != 0 || is_known(store, number)) continue;
-    if (add_peer(store, number, err)) status = err->status;
+    int added = add_peer(store, number, &failure);
+    if (added == KVS_OK || added == KVS_FILE) continue;
+    status = added;
+    *err = failure;
   }
   closedir(dir);
   return status;
@@ -165,11 +170,18 @@ static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_erro
   return status;
 }
 
-static int serve_peers(struct kvs_file_store *store, bool look, struct kvs_error *err) {
+/* *unread: some writer's files could not be read, and are read again later. That is no failure of this store. */
+static int serve_peers(struct kvs_file_store *store, bool look, bool *unread, struct kvs_error *err) {
+  struct kvs_error failure;
   pthread_mutex_lock(&store->peers_lock);
   int status = look ? kvs_file_peers_find(store, err) : KVS_OK;
-  for (unsigned i = 0; i < store->npeers; i++)
-    if (serve_peer(store, i, err)) status = err->status;
+  for (unsigned i = 0; i < store->npeers; i++) {
+    int served = serve_peer(store, i, &failure);
+    *unread |= served == KVS_FILE;
+    if (served == KVS_OK || served == KVS_FILE) continue;
+    status = served;
+    *err = failure;
+  }
   pthread_mutex_unlock(&store->peers_lock);
   return status;
 }
@@ -194,7 +206,8 @@ static void *watch(void *arg) {
   while (!wait_for_work(store, look_ns, failed)) {
     const bool look = kvs_clock_ns() >= look_ns;
     if (look) look_ns = kvs_deadline(LOOK_NS);
-    failed = serve_peers(store, look, &ignored) != KVS_OK;
+    bool unread = false;
+    failed = serve_peers(store, look, &unread, &ignored) != KVS_OK || unread;
   }
   return NULL;
 }
@@ -202,7 +215,8 @@ static void *watch(void *arg) {
 int kvs_file_peers_start(struct kvs_file_store *store, struct kvs_error *err) {
   int code = kvs_file_notices_make(&store->faults, store->roots[0].folder, &store->notices);
   if (code) return kvs_file_fail(err, code, "making notices.kvs in %.200s", store->roots[0].path);
-  int status = serve_peers(store, true, err);
+  bool unread = false;
+  int status = serve_peers(store, true, &unread, err);
   if (status) return status;
   store->watched = kvs_thread_start(&store->watcher, "kvswap-files", watch, store) == 0;
   return store->watched ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no thread could be started");
@@ -231,9 +245,10 @@ void kvs_file_peers_close(struct kvs_file_store *store) {
 }
 
 int kvs_file_peers_refresh(struct kvs_file_store *store, struct kvs_error *err) {
-  int status = serve_peers(store, true, err);
+  bool unread = false;
+  int status = serve_peers(store, true, &unread, err);
   pthread_mutex_lock(&store->lock);
   kvs_file_catch_up_locked(store);
   pthread_mutex_unlock(&store->lock);
-  return status ? status : serve_peers(store, false, err);
+  return status ? status : serve_peers(store, false, &unread, err);
 }
