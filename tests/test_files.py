@@ -1492,6 +1492,39 @@ def test_a_store_that_was_dropped_opens_again(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_new_directory_is_synced_with_fsync_alone(tmp_path: Path, shared: bool) -> None:
+    """Its names, and its own in its parent: one call of fsync each, counted by the one that fails."""
+    options: dict[str, Any] = {"capacity": 1 << 22, "segment_nbytes": 1 << 20, "shared": shared}
+    with testing.file_fault(None, "sync", "fail", every=1):
+        FileStore(tmp_path / "other", Layout(5000), durability="flush", **options).close()
+    layers = 3 if shared else 2  # writer-0000, the directory, its parent
+    for nth in range(1, layers + 1):  # a failure leaves no store that counts as synced
+        with (
+            testing.file_fault(None, "sync", "fail", nth=nth),
+            pytest.raises(kvswap.Error, match=r"syncing the directory .*Input/output error"),
+        ):
+            FileStore(tmp_path / "s", Layout(5000), durability="fsync", **options)
+    with testing.file_fault(None, "sync", "fail", nth=layers + 1):
+        FileStore(tmp_path / "s", Layout(5000), durability="fsync", **options).close()
+    with testing.file_fault(None, "sync", "fail", nth=2):  # it is not new any more
+        FileStore(tmp_path / "s", Layout(5000), durability="fsync", **options).close()
+
+
+def test_removed_segments_are_synced_with_fsync(tmp_path: Path) -> None:
+    """Else a power failure brings blocks back, of which newer ones may have been deleted since."""
+    options: dict[str, Any] = {"segment_nbytes": 1 << 18, "durability": "fsync"}
+    with FileStore(tmp_path, Layout(5000), capacity=1 << 22, **options) as store:
+        store.store(keys_of(100), blocks_of(1, 100, 5000), range(100)).wait(PATIENCE)
+    before = len(list(tmp_path.glob("segment-*")))
+    with (
+        testing.file_fault(None, "sync", "fail", nth=1),
+        pytest.raises(kvswap.Error, match=r"syncing the directory .*Input/output error"),
+    ):
+        FileStore(tmp_path, Layout(5000), capacity=1 << 19, **options)
+    assert len(list(tmp_path.glob("segment-*"))) == 2 < before  # removed before the directory is synced
+
+
 @pytest.mark.parametrize("parts", [None, [5000]])
 def test_memory_is_not_freed_under_a_transfer(tmp_path: Path, parts: list[int] | None) -> None:
     """Else the load would write to what is allocated there next."""

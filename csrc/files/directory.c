@@ -87,6 +87,7 @@ static int read_state(struct kvs_file_store *store, struct kvs_file_root *root, 
   struct kvs_file_geometry there;
   enum kvs_file_page what = KVS_FILE_DAMAGED;
   int status = read_first_page(store, root, &what, &there, err);
+  root->fresh = what != KVS_FILE_GOOD;
   if (status || what != KVS_FILE_GOOD) return status;
   if (!kvs_file_same_layout(&there, &store->geometry))
     return kvs_file_refuse_layout(store, root, &there, store_name, err);
@@ -160,6 +161,33 @@ static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, 
                   "%.200s is being written by another process, or open twice in this one: a store has one writer; "
                   "open it with readonly",
                   root->path);
+}
+
+/* The name of a new directory and, in a shared one, that of the directory around it. The root of a file system has no
+ * name; a parent that may not be read is left to its owner. */
+static int sync_above(struct kvs_file_store *store, const struct kvs_file_root *root) {
+  static const char *const above[] = {"..", "../.."};
+  struct stat own, there;
+  int code = fstat(root->folder, &own) ? errno : 0;
+  for (int i = 0; !code && i < (store->settings.shared ? 2 : 1); i++) {
+    int parent = openat(root->folder, above[i], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (parent < 0) return errno == EACCES ? 0 : errno;
+    bool same = fstat(parent, &there) == 0 && there.st_dev == own.st_dev;
+    if (same) code = kvs_file_sync_folder(&store->faults, parent);
+    close(parent);
+  }
+  return code;
+}
+
+/* With `fsync`: what opening has made and removed, before the first page says that the store is there. */
+static int sync_names(struct kvs_file_store *store, struct kvs_error *err) {
+  for (unsigned i = 0; store->settings.durability == KVS_FILE_FSYNC && i < store->nroots; i++) {
+    const struct kvs_file_root *root = &store->roots[i];
+    int code = kvs_file_sync_folder(&store->faults, root->folder);
+    if (!code && root->fresh) code = sync_above(store, root);
+    if (code) return kvs_file_fail(err, code, "syncing the directory %.200s", root->path);
+  }
+  return KVS_OK;
 }
 
 /* Ordered for fork() at any step: the child must not keep the locked descriptor, nor close a descriptor number that was
@@ -398,7 +426,8 @@ int kvs_file_open_segments(struct kvs_file_store *store, struct kvs_error *err) 
   store->max_segments = (uint32_t)(most < room ? most : room);
   kvs_file_remove_old_segments(store);
   store->geometry_known |= store->settings.shared;
-  return write_state(store, err);
+  status = sync_names(store, err);
+  return status ? status : write_state(store, err);
 }
 
 void kvs_file_close_directories(struct kvs_file_store *store) {

@@ -60,7 +60,7 @@ static int make_file(struct kvs_file_store *store, int folder, const char *name,
   if (!code) code = kvs_file_move_page(store, fd, true, 0, page, false);
   if (!code && safe) code = kvs_file_sync(&store->faults, fd);
   if (!code) code = name_new_file(folder, name);
-  if (!code && safe) code = fsync(folder) ? errno : 0;
+  if (!code && safe) code = kvs_file_sync_folder(&store->faults, folder);
   if (!code) {
     *made = fd;
     return 0;

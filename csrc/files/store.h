@@ -17,6 +17,7 @@ struct kvs_file_root {
   char *path;
   int folder, state;    /* descriptors of the directory and of the store's file; -1: none */
   int lock_code;        /* errno: the file system has no lock that lasts until a killed process's writes have ended */
+  bool fresh;           /* at open: the store's file has no first page, so the directory may be new */
   uint64_t whole_below; /* at open: the sequence of its checkpoint, below which its blocks are whole */
   uint32_t *free_slots; /* guarded by store->lock, as are the fields below */
   size_t nfree, free_capacity;

@@ -165,6 +165,15 @@ int kvs_file_sync(struct kvs_file_faults *faults, int fd) {
   }
 }
 
+/* fdatasync() may leave new names out. */
+int kvs_file_sync_folder(struct kvs_file_faults *faults, int folder) {
+  for (;;) {
+    int code = fault_code(faults, KVS_FILE_SYNC);
+    if (!code) code = fsync(folder) ? errno : 0;
+    if (code != EINTR) return code;
+  }
+}
+
 /* -- error text ---------------------------------------------------------------------------------------------------- */
 
 const char *kvs_file_error_text(int code, char text[96]) {

@@ -78,6 +78,7 @@ int kvs_file_allocate(struct kvs_file_faults *, int fd, uint64_t nbytes);
  * device could have side effects. */
 int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd);
 int kvs_file_sync(struct kvs_file_faults *, int fd);
+int kvs_file_sync_folder(struct kvs_file_faults *, int folder); /* its names */
 
 /* "No space left on device (errno 28)". */
 const char *kvs_file_error_text(int code, char text[96]);
