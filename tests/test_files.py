@@ -1492,6 +1492,21 @@ def test_a_store_that_was_dropped_opens_again(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("durability", ["none", "flush", "fsync"])
+def test_dropping_a_store_does_not_wait_for_its_checkpoint(tmp_path: Path, durability: Any) -> None:
+    """Opening the directory again does, and finds a store that was closed."""
+    options: dict[str, Any] = {"capacity": 1 << 22, "durability": durability}
+    store = FileStore(tmp_path, Layout(5000), **options)
+    store.store([b"k"], blocks_of(1, 1, 5000), [0]).wait(PATIENCE)
+    store._set_fault("write", "delay", 1, 1, 0, 1.0)
+    begin = time.monotonic()
+    del store
+    dropped = time.monotonic() - begin
+    with FileStore(tmp_path, Layout(5000), **options) as again:
+        assert dropped < 0.9 < 1.0 <= time.monotonic() - begin
+        assert again.contains([b"k"]) == [True]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_new_directory_is_synced_with_fsync_alone(tmp_path: Path, shared: bool) -> None:
     """Its names, and its own in its parent: one call of fsync each, counted by the one that fails."""

@@ -452,15 +452,16 @@ static bool start_closer(struct kvs_file_store *store) {
   return started;
 }
 
-/* True: closing takes no longer than writing one page. */
+/* True: closing waits for no disk and no device. A writer writes its checkpoint. */
 static bool closes_at_once(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
-  bool at_once = store->stopped || (is_idle(store) && !store->stopping && !store->mover && !store->watched);
+  bool idle = store->settings.readonly && is_idle(store) && !store->stopping && !store->mover;
+  bool at_once = store->stopped || idle;
   pthread_mutex_unlock(&store->lock);
-  return at_once && (store->settings.readonly || store->settings.durability != KVS_FILE_FSYNC);
+  return at_once;
 }
 
-/* Dropping a reference never waits for reads, writes or the staging's device. */
+/* Dropping a reference never waits for reads, writes, a checkpoint or the staging's device. */
 void kvs_file_unref(struct kvs_file_store *store) {
   unsigned refs = atomic_load(&store->refs);
   while (refs > 1)
