@@ -140,13 +140,13 @@ def test_a_segment_of_another_writer_that_cannot_be_opened(tmp_path: Path) -> No
     with open_store(tmp_path) as one, open_store(tmp_path) as two:
         put(one, keys_of(3))
         put(two, keys_of(3, "two"))
-        (folder / "writer-0000" / "segment-00000000.kvs").rename(tmp_path / "apart")
-        (folder / "writer-0000" / "segment-00000000.kvs").mkdir()
+        segment = folder / "writer-0000" / "segment-00000000.kvs"
+        apart = segment.rename(tmp_path / "apart")
+        segment.symlink_to(apart)
         with open_store(tmp_path) as three:
             three.refresh()
             assert three.contains(keys_of(3) + keys_of(3, "two")) == [False] * 3 + [True] * 3
-            (folder / "writer-0000" / "segment-00000000.kvs").rmdir()
-            (tmp_path / "apart").rename(folder / "writer-0000" / "segment-00000000.kvs")
+            apart.replace(segment)
             finds(three, keys_of(3))
             check(three, keys_of(3))
 
@@ -338,6 +338,88 @@ def test_killed_at_any_point(tmp_path: Path) -> None:
         runpy.run_path({str(program)!r}, run_name="__main__")
     """)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+# -- a block that several writers have --------------------------------------------------------------------------------
+
+
+def fill(store: FileStore, name: str, segments: int = 2) -> None:
+    """Evict all that this store wrote."""
+    for i in range(0, segments * PER_SEGMENT, 4):
+        put(store, keys_of(segments * PER_SEGMENT, name)[i : i + 4])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_block_that_was_evicted_here_is_anothers(tmp_path: Path, first: int) -> None:
+    """Whoever stored it first."""
+    keys = keys_of(PER_SEGMENT)
+    with open_store(tmp_path, 2, events=1000) as one, open_store(tmp_path, 2) as two:
+        for store in (one, two) if first == 0 else (two, one):
+            put(store, keys)
+            finds(one, keys)
+            one.refresh()
+        fill(one, "others of one")
+        assert one.contains(keys) == [True] * len(keys)
+        check(one, keys)
+        there: dict[bytes, bool] = dict(one.take_events()[0])
+        assert all(there[key] for key in keys)
+        fill(two, "others of two")
+        until(lambda: not any(one.contains(keys)))
+        with pytest.raises(kvswap.Error, match="is not in the store"):
+            check(one, keys[:1])
+
+
+def test_a_block_that_two_others_have_stays_until_both_have_evicted_it(tmp_path: Path) -> None:
+    keys = keys_of(PER_SEGMENT)
+    with open_store(tmp_path, 2) as one, open_store(tmp_path, 2) as two, open_store(tmp_path) as reader:
+        for store in (one, two):
+            put(store, keys)
+            reader.refresh()
+        fill(two, "others of two")
+        reader.refresh()
+        assert reader.contains(keys) == [True] * len(keys)
+        check(reader, keys)
+        fill(one, "others of one")
+        until(lambda: not any(reader.contains(keys)))
+
+
+def test_a_block_that_comes_while_its_own_is_overwritten(tmp_path: Path) -> None:
+    """The store that takes the slot holds the key meanwhile; the notice is not lost."""
+    keys = keys_of(2 * PER_SEGMENT)
+    with open_store(tmp_path, 2) as one, open_store(tmp_path) as two:
+        put(one, keys)
+        with testing.file_fault(one, "write", "delay", delay=0.5):
+            other = one.store([b"new"], [block_of(b"new-00")])
+            until(lambda: not all(one.contains(keys)))
+            gone = [key for key, there in zip(keys, one.contains(keys), strict=True) if not there]
+            put(two, gone)
+            one.refresh()
+            assert one.contains(gone) == [False]
+            other.wait(PATIENCE)
+        assert one.contains(gone) == [True]
+        check(one, gone)
+
+
+def test_a_damaged_or_deleted_block_is_anothers(tmp_path: Path) -> None:
+    keys = keys_of(PER_SEGMENT)
+    with open_store(tmp_path, buffered=True) as one, open_store(tmp_path) as two:
+        put(one, keys)
+        put(two, keys)
+        one.refresh()
+        with open(tmp_path / "s" / "writer-0000" / "segment-00000000.kvs", "r+b") as file:
+            file.seek(4096 + 4096)
+            file.write(b"damage")
+        target = np.zeros((len(keys), NBYTES), np.uint8)
+        load = one.load(keys, target, range(len(keys)))
+        with pytest.raises(kvswap.Error, match="is damaged"):
+            load.wait(PATIENCE)
+        assert len(load.failed_blocks) == 1
+        check(one, keys)
+        whole = [key for i, key in enumerate(keys) if i not in load.failed_blocks]
+        one.delete(whole).wait(PATIENCE)  # its own
+        check(one, keys)
+        with pytest.raises(kvswap.Error):
+            one.delete(whole).wait(PATIENCE)
 
 
 def test_other_kinds_of_stores_are_refused(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *index, const ui
   entry = calloc(1, sizeof *entry + nbytes);
   if (!entry) return NULL;
   entry->hash = hash;
-  entry->slot = entry->stale = KVS_NO_SLOT;
+  entry->slot = entry->stale = entry->other = KVS_NO_SLOT;
   entry->key_nbytes = (uint16_t)nbytes;
   memcpy(entry->key, key, nbytes);
   link_entry(index, entry);

@@ -23,6 +23,8 @@ struct kvs_file_entry {
   uint32_t slot;     /* KVS_NO_SLOT: no block */
   uint32_t stale; /* A slot that may still hold an older block of this key, or KVS_NO_SLOT. That header must be erased
                      before the newer block is removed; otherwise the older block would reappear at the next open. */
+  uint32_t other; /* Shared directories: a further block of this key, of another process. It takes the place of `slot`
+                     when that block goes. KVS_NO_SLOT: none is known. */
   uint32_t readers, pins;
   bool writer;
   bool foreign;                       /* another process writes `slot`: never evicted here */

@@ -76,6 +76,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
     entry->readers--;
   else
     entry->writer = false;
+  kvs_file_fall_back_locked(store, entry);
   while (entry->first && may_have(entry->first)) {
     struct kvs_file_items waiting = {entry->first, entry->last};
     struct kvs_file_item *item = take_first(&waiting);

@@ -112,9 +112,10 @@ static void apply_locked(struct kvs_file_store *store, const struct kvs_file_not
   struct kvs_file_entry *entry = notice->gone ? kvs_file_index_find(index, notice->key, notice->key_nbytes)
                                               : kvs_file_index_add(index, notice->key, notice->key_nbytes);
   if (!entry) return;
+  if (!notice->gone) kvs_file_learn_locked(store, entry, slot);
+  if (notice->gone && entry->other == slot) entry->other = KVS_NO_SLOT;
   if (notice->gone && entry->foreign && entry->slot == slot) kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
-  if (!notice->gone && !entry->writer && (entry->foreign || entry->slot == KVS_NO_SLOT))
-    kvs_file_set_slot_locked(store, entry, slot);
+  kvs_file_fall_back_locked(store, entry);
   kvs_file_index_settle(index, entry);
 }
 

@@ -264,14 +264,20 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
 
 /* -- peers --------------------------------------------------------------------------------------------------------- */
 
+static bool is_of(const struct kvs_file_store *store, uint32_t slot, unsigned root) {
+  return store->segments[slot / store->geometry.slots].root == root;
+}
+
 /* What the index knows of the peer's slots. Entries without a block and a user are freed. */
 static void forget_peer_locked(struct kvs_file_store *store, unsigned root) {
   struct kvs_file_index *index = &store->index;
   for (size_t i = 0; i < index->nbuckets; i++)
     for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
       next = entry->next;
-      if (!entry->foreign || store->segments[entry->slot / store->geometry.slots].root != root) continue;
+      if (entry->other != KVS_NO_SLOT && is_of(store, entry->other, root)) entry->other = KVS_NO_SLOT;
+      if (!entry->foreign || !is_of(store, entry->slot, root)) continue;
       kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+      kvs_file_fall_back_locked(store, entry);
       kvs_file_index_settle(index, entry);
     }
 }
@@ -291,7 +297,7 @@ int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_e
     struct kvs_file_entry *entry = kvs_file_index_add(&store->index, scan.keys + found->key_at, found->key_nbytes);
     if (!entry) scan.code = KVS_NOMEM;
     if (!entry) break;
-    if (entry->slot == KVS_NO_SLOT && !entry->writer) kvs_file_set_slot_locked(store, entry, found->slot);
+    kvs_file_learn_locked(store, entry, found->slot);
     kvs_file_index_settle(&store->index, entry);
   }
   store->peers[peer].rescan = false;

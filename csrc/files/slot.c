@@ -48,9 +48,32 @@ void kvs_file_set_slot_locked(struct kvs_file_store *store, struct kvs_file_entr
   kvs_file_index_set_slot(&store->index, entry, slot);
   entry->foreign = slot != KVS_NO_SLOT && kvs_file_is_foreign(store, slot);
   const bool has = slot != KVS_NO_SLOT && !entry->foreign;
+  if (has && before != KVS_NO_SLOT && !had && entry->other == KVS_NO_SLOT) entry->other = before;
   if (!store->notices.page) return;
   if (had && !has) tell_locked(store, entry, before, true);
   if (has) tell_locked(store, entry, slot, false);
+}
+
+static unsigned root_number(const struct kvs_file_store *store, uint32_t slot) {
+  return store->segments[slot / store->geometry.slots].root;
+}
+
+/* A writer that stores a key again tells only the new slot, so one slot of each writer is kept. */
+void kvs_file_learn_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
+  const uint32_t before = entry->slot;
+  if (entry->writer || (before != KVS_NO_SLOT && !entry->foreign)) {
+    entry->other = slot;
+    return;
+  }
+  if (before != KVS_NO_SLOT && root_number(store, before) != root_number(store, slot)) entry->other = before;
+  kvs_file_set_slot_locked(store, entry, slot);
+}
+
+void kvs_file_fall_back_locked(struct kvs_file_store *store, struct kvs_file_entry *entry) {
+  const uint32_t other = entry->other;
+  if (entry->slot != KVS_NO_SLOT || other == KVS_NO_SLOT || entry->writer) return;
+  entry->other = KVS_NO_SLOT;
+  kvs_file_set_slot_locked(store, entry, other);
 }
 
 void kvs_file_wake_starved_locked(struct kvs_file_store *store) {

@@ -158,6 +158,10 @@ void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
 
 /* files/slot.c: change where a key's block is, and tell the other processes. */
 void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
+/* Another process has a block of the key in `slot`. An own block is preferred. */
+void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
+/* Where the entry has no block and no store or delete holds the key: take another process's, if one is known. */
+void kvs_file_fall_back_locked(struct kvs_file_store *, struct kvs_file_entry *);
 
 /* files/segment.c: the segments in the directories. */
 void kvs_file_segment_name(uint32_t number, char name[32]);
