@@ -120,6 +120,10 @@ enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *, int 
 void kvs_file_slot_return_locked(struct kvs_file_item *); /* give an unwritten slot back and undo the eviction */
 void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
 void kvs_file_wake_starved_locked(struct kvs_file_store *);
+/* Another process has a block of the key in `slot`. An own block is preferred. */
+void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
+/* Where the entry has no block and no store or delete holds the key: take another process's, if one is known. */
+void kvs_file_fall_back_locked(struct kvs_file_store *, struct kvs_file_entry *);
 
 /* files/transfer.c */
 void kvs_file_transfer_drop(struct kvs_file_transfer *);         /* one reference */

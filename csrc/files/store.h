@@ -158,10 +158,6 @@ void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
 
 /* files/slot.c: change where a key's block is, and tell the other processes. */
 void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
-/* Another process has a block of the key in `slot`. An own block is preferred. */
-void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
-/* Where the entry has no block and no store or delete holds the key: take another process's, if one is known. */
-void kvs_file_fall_back_locked(struct kvs_file_store *, struct kvs_file_entry *);
 
 /* files/segment.c: the segments in the directories. */
 void kvs_file_segment_name(uint32_t number, char name[32]);
@@ -213,8 +209,7 @@ void kvs_file_mover_arrived(struct kvs_file_item *); /* read and verified: copy 
 void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: free the staging slot */
 
 /* files/gds.c: GPUDirect Storage. */
-/* Allocate staging in device memory and set store->gds. False: store->gds_note says why staging must be pinned
- * memory. */
+/* Allocate staging in device memory and set store->gds. False: store->gds_note says why it must be pinned memory. */
 bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
 void kvs_file_gds_close(struct kvs_file_store *); /* no item is in flight any more; frees the staging */
 void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's request for the GDS threads */

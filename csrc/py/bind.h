@@ -199,8 +199,7 @@ int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transf
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
 PyObject *kvs_py_pool_hold(PyObject *pool);        /* borrowed; a list of what it keeps alive, or one object, or NULL */
 bool kvs_py_pool_readonly(PyObject *pool);         /* true: it cannot be a destination */
-/* A Pool over memory that `hold` owns. Steals the references to engine and hold, also on failure. name: a str, None or
- * NULL. */
+/* A Pool over memory that `hold` owns. Steals engine and hold, also on failure. name: a str, None or NULL. */
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *hold);
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
