@@ -163,6 +163,7 @@ def managed(
     devices: Sequence[kvswap.Device], args: argparse.Namespace, *options: str, **environment: str
 ) -> Iterator[Engine]:
     package = str(Path(kvswap.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     shape = f"{2 * args.blocks},1,1,{args.block_nbytes}"
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
         directory = Path(folder, "m")
@@ -173,7 +174,7 @@ def managed(
                  "--num_layers", str(args.tensors // 2), "--key_cache_shape", shape, "--value_cache_shape", shape,
                  "--cache_dtype", "uint8", "--num_cpu_blocks", str(2 * args.blocks), "--log_level", "warning",
                  *options],
-                env={**os.environ, "PYTHONPATH": package, **environment},
+                env={**os.environ, "PYTHONPATH": path, **environment},
                 cwd=folder,  # not the source tree, whose package is not built
             )
             for rank, device in enumerate(devices)

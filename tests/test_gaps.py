@@ -164,7 +164,8 @@ def test_where_there_are_none(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("path", ["dma", "strided", "burst"])
 def test_a_models_copy_comes_in_between(cuda: kvswap.Device, direction: int, path: str) -> None:
-    """64 KiB on a stream of their own, queued behind two transfers of 512 MiB, arrive before the first has ended."""
+    """64 KiB on a stream of their own, queued behind two transfers of 512 MiB, arrive before the first has ended. On a
+    busy machine this thread may see it too late, but not five times."""
     usable(cuda, path)
     if not cuda.info["memops"]:
         pytest.skip("this driver has no stream memory operations, so that there are no gaps")
@@ -173,26 +174,31 @@ def test_a_models_copy_comes_in_between(cuda: kvswap.Device, direction: int, pat
     small = cuda.alloc(64 << 10), cuda.alloc(64 << 10, host=True)
     stream = kvswap.Stream(cuda)
     rng = np.random.default_rng(1)
-    transfers = [
-        kvswap.swap_cache_all_layers_async(
-            gpu.ptr + blocks * page * np.arange(layers),
-            host.ptr + page * np.arange(layers),
-            page,
-            blocks,
-            blocks,
-            rng.permutation(blocks),
-            rng.permutation(blocks),
-            direction,
-            cpu_stride=page * layers,
-            device=cuda,
-            path=path,
-        )
-        for _ in range(2)
-    ]
     source, target = small if direction == 0 else small[::-1]
-    seam(cuda, "copy", target.ptr, source.ptr, 64 << 10, stream.handle)
-    stream.synchronize(PATIENCE)
-    early = not transfers[0].done()
-    for transfer in transfers:
-        transfer.wait(PATIENCE)
-    assert transfers[0].path == path and early
+
+    def comes_early() -> bool:
+        transfers = [
+            kvswap.swap_cache_all_layers_async(
+                gpu.ptr + blocks * page * np.arange(layers),
+                host.ptr + page * np.arange(layers),
+                page,
+                blocks,
+                blocks,
+                rng.permutation(blocks),
+                rng.permutation(blocks),
+                direction,
+                cpu_stride=page * layers,
+                device=cuda,
+                path=path,
+            )
+            for _ in range(2)
+        ]
+        seam(cuda, "copy", target.ptr, source.ptr, 64 << 10, stream.handle)
+        stream.synchronize(PATIENCE)
+        early = not transfers[0].done()
+        for transfer in transfers:
+            transfer.wait(PATIENCE)
+        assert transfers[0].path == path
+        return early
+
+    assert any(comes_early() for _ in range(5))

@@ -54,9 +54,8 @@ def resident() -> float:
 
 
 def gpu_memory(device: kvswap.Device) -> float:
-    """Of the whole GPU, by the driver's own tool."""
-    index = device.name.rpartition(":")[2]
-    command = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Of the whole GPU, by the driver's own tool, which does not go by CUDA_VISIBLE_DEVICES."""
+    command = ["nvidia-smi", f"--id={device.info['pci']}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return float(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout)
 
 
