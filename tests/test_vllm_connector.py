@@ -496,7 +496,7 @@ def test_requests_that_are_loaded_come_before_one_without_room(connector: Any) -
     assert found() == [80, 0]
     report()
     assert found() == [None, 0]
-    made._forget("loads")
+    made._forget(SimpleNamespace(request_id="loads"))
     assert found() == [80, 80]
 
 

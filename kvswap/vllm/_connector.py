@@ -37,6 +37,7 @@ from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overl
 if TYPE_CHECKING:
     from kvswap.vllm._ahead import Ahead
     from kvswap.vllm._layers import StepLoads
+    from kvswap.vllm._outcomes import Outcomes
     from kvswap.vllm._overlap import Overlap
 
 _logger = logger("kvswap.vllm")
@@ -212,6 +213,15 @@ def _leave_out_idle_steps(scheduler: Any) -> bool:
     return _idle.known()
 
 
+def _outcomes_of(scheduler: Any) -> Outcomes | None:
+    """scheduler: vLLM's connector_scheduler."""
+    try:
+        from kvswap.vllm import _outcomes
+    except ImportError:
+        return None
+    return _outcomes.make(scheduler)
+
+
 def _handle_failures(kind: type) -> None:
     try:
         from kvswap.vllm import _failures
@@ -280,6 +290,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._given_up: set[str] = set()  # scheduler: those of which a load failed
         self._loaded: set[str] = set()  # scheduler: those whose load was reported, and that no step has had since
         self._still = 0  # scheduler: how many of the last steps ran nothing
+        self._outcomes: Outcomes | None = None  # scheduler: of loads
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
@@ -288,6 +299,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             _finished.install(self.connector_scheduler)
             _windows.install(self.connector_scheduler, kv_cache_config)
             _handle_failures(KVSwapConnector)
+            self._outcomes = _outcomes_of(self.connector_scheduler)
             if self.has_sync_loads:
                 asked = settings if self._overlaps else None
                 if self._overlaps:
@@ -302,6 +314,17 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """As vLLM's; from 0.29 on, all layers of a block together (kvswap_block_first)."""
         return _block_first.layout(vllm_config, super().get_required_kvcache_layout(vllm_config))
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, with what became of loaded blocks (_outcomes.py)."""
+        metrics = super().build_prom_metrics(*args, **kwargs)
+        try:
+            from kvswap.vllm import _outcomes
+        except ImportError:
+            return metrics
+        _outcomes.describe(metrics)
+        return metrics
 
     def _say_how_blocks_lie(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """0.26 to 0.28, second runner. The first runner and releases with layouts log it themselves."""
@@ -590,20 +613,20 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
         theirs: Any = self.connector_scheduler if self._knows_idle_steps else super()  # vLLM's own does nothing else
         build = theirs.build_connector_meta
-        return build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
+        meta = build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
+        outcomes = self._outcomes
+        if outcomes is not None and (outcomes.loads or meta.load_jobs):
+            outcomes.planned(meta.load_jobs, scheduler_output.num_scheduled_tokens)
+        return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         """As vLLM's."""
-        self._forget(request.request_id)
-        if self._overlap is not None:
-            self._overlap.ended(request)
+        self._forget(request)
         return self._keep_blocks(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         """As vLLM's."""
-        self._forget(request.request_id)
-        if self._overlap is not None:
-            self._overlap.ended(request)
+        self._forget(request)
         return self._keep_blocks(request, super().request_finished_all_groups(request, block_ids))
 
     def _keep_blocks(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, Any]:
@@ -611,9 +634,13 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         keeps, params = answer
         return keeps or (self._overlap is not None and self._overlap.loads.keeps(request.request_id)), params
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, request: Any) -> None:
         for names in (self._looked_up, self._given_up, self._loaded):
-            names.discard(name)
+            names.discard(request.request_id)
+        if self._outcomes is not None:
+            self._outcomes.ended(request)
+        if self._overlap is not None:
+            self._overlap.ended(request)
 
     def failed_sync_loads(self, blocks: set[int]) -> tuple[set[str], set[int]]:
         """For _failures: the requests that these blocks were loaded for, and all blocks that hold nonsense now."""
@@ -623,6 +650,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """For _failures: nothing is loaded for these requests any more."""
         self._given_up |= requests & self._looked_up
         self._loaded -= requests
+        if self._outcomes is not None:
+            self._outcomes.failed(requests)
         if self._overlap is not None:
             self._overlap.compute_instead(requests)
 
@@ -643,6 +672,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
         self._given_up |= (failed or set()) & self._looked_up
+        if self._outcomes is not None and self._outcomes.loads:
+            self._outcomes.failed(failed or ())
+            self._outcomes.reported()
         if self._overlap is not None:
             self._overlap.reported(connector_output)
         if self._failed_stores:
