@@ -35,6 +35,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,10 @@ import vllm
 import vllm_idle
 import vllm_overlap
 import vllm_windows
+from prometheus_client import REGISTRY
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -115,7 +118,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_worker import TOKENS, Workers, connector_of, expected, groups_of, made, make_cache, make_config, places
 
@@ -157,6 +160,8 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.external = 0
+        self.loaded = 0  # GPU blocks that loads were planned for
+        self.stats_told: list[dict[str, Any]] = []  # of the connector, as vLLM's frontend gets them
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -178,6 +183,8 @@ class Engine:
         plan = self.scheduler.schedule()
         for new in plan.scheduled_new_reqs:
             self.external += new.num_computed_tokens
+        if not OPTIONS.simple:
+            self.loaded += sum(map(blocks_of, plan.kv_connector_metadata.load_jobs.values()))
         running: list[str] = list(plan.num_scheduled_tokens)
         work = []
         for request in running:
@@ -221,6 +228,8 @@ class Engine:
         self.reported += len(getattr(result.kv_connector_output, "failed_recving", None) or ())
         self.recomputed += len(result.kv_connector_output.invalid_block_ids or ())
         for core in self.scheduler.update_from_output(plan, result).values():
+            told = core.scheduler_stats and core.scheduler_stats.kv_connector_stats
+            self.stats_told += [told] if told else []
             for output in core.outputs:
                 assert WRONG not in output.new_token_ids, f"{output.request_id}: a token of wrong bytes was let out"
                 self.answers.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -252,6 +261,16 @@ class Engine:
         """Of all ranks."""
         return sum(stats[key] for stats in self.workers.call("stats"))
 
+    def outcomes(self) -> dict[str, int]:
+        """What became of loaded blocks, as it was told to vLLM's frontend."""
+        more = self.scheduler.connector.get_kv_connector_stats()  # since the last step
+        self.stats_told += [more.data] if more else []
+        found: Counter[str] = Counter()
+        for told in self.stats_told:
+            for (what,), count in told["data"].get("kvswap_loaded_blocks", {}).items():
+                found[what] += count
+        return dict(found)
+
     def again(self, tokens: list[int]) -> int:
         """With an empty GPU: how many of the tokens come from the host."""
         self.forget_gpu()
@@ -259,6 +278,12 @@ class Engine:
         self.add(tokens)
         self.run()
         return self.external
+
+
+def blocks_of(load: Any) -> int:
+    """GPU blocks of a load's job."""
+    target = load.dst_spec if hasattr(load, "dst_spec") else load.transfer_spec[1]  # from 0.25 on; before
+    return len(target.block_ids)
 
 
 def made_request(name: str, tokens: list[int], params: Any, hasher: Any) -> Request:
@@ -312,6 +337,8 @@ def scenario(engine: Engine) -> None:
     loaded = sum(len(tokens) // chunk * chunk for tokens in many)
     assert engine.external == loaded, (engine.external, loaded)
     say(f"four requests at once: {loaded} tokens from the host")
+    if not (OPTIONS.stock or OPTIONS.simple):
+        assert engine.outcomes() == {"used": engine.loaded}, (engine.outcomes(), engine.loaded)
     if OPTIONS.overlap:
         vllm_overlap.scenario(engine, OPTIONS, say, prompt)
     elif OPTIONS.sync_loads:
@@ -365,7 +392,19 @@ def faults(engine: Engine, device: kvswap.Device) -> None:
     engine.add(tokens)
     engine.run()
     say(f"and it goes on: {engine.external} tokens from the host")
+    aborted(engine, tokens)
     left_out_in_silence(engine, device, tokens)
+
+
+def aborted(engine: Engine, tokens: list[int]) -> None:
+    """A request goes away while it loads, or before it runs."""
+    engine.forget_gpu()
+    before = engine.loaded
+    name = engine.add(tokens)
+    engine.step()
+    engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert engine.outcomes()["aborted"] == engine.loaded - before > 0, engine.outcomes()
 
 
 def left_out_in_silence(engine: Engine, device: kvswap.Device, tokens: list[int]) -> None:
@@ -420,6 +459,26 @@ def hybrid_faults(engine: Engine, device: kvswap.Device) -> None:
     engine.add(tokens)
     engine.run()
     say(f"and it goes on: {engine.external} tokens from the host")
+
+
+def in_vllms_metrics(engine: Engine) -> None:
+    """What became of all blocks that were loaded, through vLLM's own metrics for Prometheus and its log."""
+    counts = engine.outcomes()
+    pending = sum(load.blocks for load in engine.scheduler.connector._outcomes.loads.values())
+    assert sum(counts.values()) + pending == engine.loaded > 0, (counts, pending, engine.loaded)
+    metrics = KVConnectorProm(engine.config, ["engine"], {0: ["0"]})
+    log = KVConnectorLogging(engine.config.kv_transfer_config)
+    for told in engine.stats_told:
+        metrics.observe(told)
+        log.observe(told)
+    for what, count in counts.items():
+        labels = {"engine": "0", "what": what}
+        assert REGISTRY.get_sample_value("kvswap_loaded_blocks_total", labels) == count
+    lines: list[str] = []
+    log.log(lambda text, *values: lines.append(text % values))
+    assert "kvswap_loaded_blocks" in lines[0]
+    each = ", ".join(f"{counts[what]} {what}" for what in ("used", "failed", "aborted") if what in counts)
+    say(f"vLLM's metrics say what became of the loaded blocks: {each}")
 
 
 def shared_region(engine: Engine, tokens: list[int]) -> None:
@@ -596,6 +655,8 @@ def main() -> int:
             assert first["runs"] == 1, f"a chunk is {first['runs']} runs on the host"
             say(f"a chunk of all layers, {first['tensors']} tensors, is one run on the host")
         scenario(engine)
+        if not (OPTIONS.stock or OPTIONS.simple):
+            in_vllms_metrics(engine)
         ends = engine.workers.call("stats")
         paths = sorted({path for stats in ends for path in stats["paths"]})
         if not (OPTIONS.stock or OPTIONS.simple):
