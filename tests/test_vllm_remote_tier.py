@@ -106,6 +106,13 @@ def test_a_dead_node_has_nothing(rig: Rig, node: Any) -> None:
     rig.tier.drain_jobs()
 
 
+def test_hits_are_not_a_disks(rig: Rig) -> None:
+    """0.33: vLLM's metrics name where a hit came from; a store on other nodes is one that they do not name."""
+    source = getattr(tiering.SecondaryTierManager, "cache_hit_source", None)
+    assert rig.tier.cache_hit_source == source
+    assert source is None or source.name == "EXTERNAL_UNSPECIFIED"
+
+
 def test_it_is_a_tier_as_vllm_has_them(rig: Rig) -> None:
     assert isinstance(rig.tier, tiering.SecondaryTierManager)
     rig.tier.touch([of_files.key_of(1)], rig.context)

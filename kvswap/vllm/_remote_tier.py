@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvswap._log import logger
 
@@ -90,6 +91,9 @@ class RemoteTier(StoreTier):
     nodes, key, replicas, queue, timeout, staging_nbytes: as for kvswap.remote.RemoteStore; nodes is a path. Each node
       serves blocks of one size: that of vLLM's chunks, which the log names at the start.
     """
+
+    # From 0.33 on: where vLLM counts the hits. By the medium it would count them as a disk's.
+    cache_hit_source: Any = getattr(SecondaryTierManager, "cache_hit_source", None)
 
     def __init__(
         self,
