@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -611,16 +612,35 @@ def test_a_vllm_worker_serves_on_its_port(monkeypatch: pytest.MonkeyPatch) -> No
         _metrics.port_of({"kvswap_metrics_port": "9400"})
     assert "metrics" not in " ".join(_handler.options_of({"kvswap_metrics_port": 9400}))
     monkeypatch.setattr(_metrics, "_server", None)
-    server = _metrics.serve(0)  # the system chooses
+    server = _metrics.serve(0, 0)  # the system chooses
     try:
-        assert _metrics.serve(0) is server
+        assert _metrics.serve(0, 0) is server
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=PATIENCE) as answer:
             assert b'kvswap_info{rank="0"' in answer.read()
         monkeypatch.setattr(_metrics, "_server", None)
-        assert _metrics.serve(server.server_port) is None  # in use: a warning, and the worker goes on
+        assert _metrics.serve(server.server_port - 3, 3) is None  # in use: a warning, and the worker goes on
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("ranks", [range(2), range(2, 4)], ids=["dense", "experts"])
+@pytest.mark.parametrize("release", ["0.25", "0.26"])
+def test_the_number_of_a_vllm_worker(monkeypatch: pytest.MonkeyPatch, release: str, ranks: range) -> None:
+    """Of the second of two data-parallel engines: torch counts its workers from 0, or from where the first one ends."""
+    from kvswap.vllm import _metrics
+
+    parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
+    old = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    spec = old if release == "0.25" else SimpleNamespace(config=SimpleNamespace(parallel=parallel))
+    found = []
+    for rank in ranks:
+        distributed = SimpleNamespace(
+            is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda rank=rank: rank
+        )
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=distributed))
+        found.append(_metrics.number_of(spec))
+    assert found == [2, 3]
 
 
 # -- what the documents and dashboards name ---------------------------------------------------------------------------

@@ -112,8 +112,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     class CPUOffloadingSpec:
         region: Any = None
 
-        def __init__(self, factor: int, chunks: int) -> None:
+        def __init__(self, factor: int, chunks: int, **more: Any) -> None:
             self.factor, self.chunks, self.extra_config = factor, chunks, {}
+            vars(self).update(more)
 
         def create_worker(self, kv_caches: Any) -> Any:
             return gpu_worker.CPUOffloadingWorker(
@@ -243,6 +244,17 @@ def test_vllms_own_handlers_get_rows_of_the_same_memory(
 def test_a_cache_of_no_chunks_is_vllms_business(vllm: SimpleNamespace) -> None:
     worker = vllm.spec.KVSwapOffloadingSpec(2, 0).create_worker(caches_of([512]))
     assert all(isinstance(handler, TheirHandler) for handler in worker.handlers)
+
+
+def test_a_data_parallel_engine_has_ports_of_its_own(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[int, int]] = []
+    monkeypatch.setattr(vllm.spec, "serve", lambda port, rank: served.append((port, rank)))
+    for index in (0, 1):
+        parallel = SimpleNamespace(data_parallel_index=index, world_size=2)
+        spec = vllm.spec.KVSwapOffloadingSpec(2, 9, config=SimpleNamespace(parallel=parallel))
+        spec.extra_config["kvswap_metrics_port"] = 9400
+        spec.create_worker(caches_of([512]))
+    assert served == [(9400, 0), (9400, 2)]
 
 
 @pytest.mark.parametrize("missing", ["CPUOffloadingWorker", "mmap_region"])

@@ -21,6 +21,17 @@ def port_of(extra_config: Mapping[str, Any]) -> int | None:
     return port
 
 
+def number_of(spec: Any) -> int:
+    """Which of all workers this process is: those of the first engine of a data-parallel deployment come first.
+
+    spec: one of vLLM's offloading specs. torch counts the workers of a dense model's engine from 0 in each engine, and
+    those of a model with experts over all engines.
+    """
+    config = getattr(spec, "config", None)
+    parallel = spec.vllm_config.parallel_config if config is None else config.parallel  # to 0.25; from 0.26 on
+    return int(parallel.data_parallel_index * parallel.world_size + _rank() % parallel.world_size)
+
+
 def _rank() -> int:
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -28,14 +39,15 @@ def _rank() -> int:
     return int(distributed.get_rank())
 
 
-def serve(port: int) -> Any:
-    """Serve on 127.0.0.1, port + rank, once for the process. A port in use, or no prometheus_client, is logged."""
+def serve(port: int, rank: int) -> Any:
+    """Serve on 127.0.0.1, port + rank, once for the process. A port in use, or no prometheus_client, is logged.
+
+    rank: number_of() this worker."""
     global _server
     if _server is not None:
         return _server
     from kvswap.metrics import Collector
 
-    rank = _rank()
     try:
         collector = Collector(rank)
         import prometheus_client as prometheus

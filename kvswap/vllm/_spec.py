@@ -25,7 +25,7 @@ from kvswap.offload._layout import device_of
 from kvswap.vllm._handler import VLLMHandler, options_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
-from kvswap.vllm._metrics import port_of, serve
+from kvswap.vllm._metrics import number_of, port_of, serve
 
 _logger = logger("kvswap.vllm")
 
@@ -77,9 +77,7 @@ def _leave(reason: str) -> None:
 
 
 @contextmanager
-def _ours_in_place(
-    extra_config: Mapping[str, Any], remember_failures: bool, layers: Mapping[str, Any] | None
-) -> Iterator[None]:
+def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
     """While vLLM builds a worker."""
     reason = why_not()
     if reason is not None:
@@ -87,13 +85,13 @@ def _ours_in_place(
         yield
         return
     options: dict[str, Any] = {
-        **options_of(extra_config),
-        "remember_failures": remember_failures,
-        "layers": layers,
+        **options_of(spec.extra_config),
+        "remember_failures": spec.remember_failures,
+        "layers": spec.layers,
     }
-    port = port_of(extra_config)
+    port = port_of(spec.extra_config)
     if port is not None:
-        serve(port)
+        serve(port, number_of(spec))
     made: list[Any] = []
     regions: list[SlabRegion] = []
 
@@ -146,7 +144,7 @@ class KVSwapTransfers:
 
     kv_connector_extra_config, besides vLLM's own: kvswap_path, kvswap_priority, kvswap_max_ctas, kvswap_pace_gbps (as
     kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit), kvswap_metrics_port
-    (None; worker N serves Prometheus on 127.0.0.1, this port + N).
+    (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines).
     """
 
     remember_failures = True
@@ -157,12 +155,12 @@ class KVSwapTransfers:
 
     def create_handlers(self, kv_caches: Any) -> Any:
         """To 0.24: both directions."""
-        with _ours_in_place(self.extra_config, self.remember_failures, self.layers):
+        with _ours_in_place(self):
             return super().create_handlers(kv_caches)  # type: ignore[misc]
 
     def create_worker(self, kv_caches: Any) -> Any:
         """From 0.25 on: the worker."""
-        with _ours_in_place(self.extra_config, self.remember_failures, self.layers):
+        with _ours_in_place(self):
             return super().create_worker(kv_caches)  # type: ignore[misc]
 
     # vLLM refuses platforms other than GPUs at this point. A cache in host memory is moved on the host device.
