@@ -257,6 +257,28 @@ def test_a_data_parallel_engine_has_ports_of_its_own(vllm: SimpleNamespace, monk
     assert served == [(9400, 0), (9400, 2)]
 
 
+SIZES = {
+    "0.24": ("kv_bytes_per_offloaded_block", "num_blocks", "block_size_factor"),
+    "0.26": ("kv_bytes_per_chunk", "num_blocks", "blocks_per_chunk"),
+    "0.31": ("kv_bytes_per_chunk", "num_chunks", "blocks_per_chunk"),
+}
+
+
+@pytest.mark.parametrize("release", SIZES)
+def test_host_memory_of_less_than_a_chunk_is_refused(vllm: SimpleNamespace, release: str) -> None:
+    """vLLM rounds it down to no chunk, and would store nothing for ever."""
+
+    def make(nbytes: int, chunks: int) -> Any:
+        more = dict(zip(SIZES[release], (nbytes, chunks, 8), strict=True))
+        return vllm.spec.KVSwapOffloadingSpec(8, chunks, extra_config={"cpu_bytes_to_use": 1000}, **more)
+
+    said = r"is 1000, less than one chunk: 8 GPU block.* 4096 bytes .* Set cpu_bytes_to_use .* to 4096 or more"
+    with pytest.raises(ValueError, match=said):
+        make(4096, 0)
+    make(4096, 1)
+    make(0, 0)  # vLLM does not know the size yet
+
+
 @pytest.mark.parametrize("missing", ["CPUOffloadingWorker", "mmap_region"])
 def test_why_not(missing: str) -> None:
     class CPUOffloadingWorker:

@@ -139,6 +139,26 @@ def _on_host(kv_caches: Any) -> bool:
     return all(device_of(entry.tensor) == "host:0" for entry in kv_caches.tensors)
 
 
+def _refuse_less_than_a_chunk(spec: Any) -> None:
+    """ValueError: the host memory has no room for a chunk, so that nothing could be stored."""
+    nbytes, chunks, blocks = (
+        next((getattr(spec, name) for name in names if hasattr(spec, name)), None)
+        for names in (
+            ("kv_bytes_per_chunk", "kv_bytes_per_offloaded_block"),  # from 0.26 on; to 0.25
+            ("num_chunks", "num_blocks"),  # from 0.31 on; before
+            ("blocks_per_chunk", "block_size_factor"),  # from 0.26 on; to 0.25
+        )
+    )
+    if not nbytes or chunks is None or chunks > 0:
+        return
+    asked = spec.extra_config["cpu_bytes_to_use"]
+    raise ValueError(
+        f"cpu_bytes_to_use is {asked}, less than one chunk: {blocks} GPU block(s) of all workers take {nbytes} bytes "
+        f"of host memory. Set cpu_bytes_to_use in kv_connector_extra_config to {nbytes} or more; a cache of use has "
+        "room for thousands of chunks"
+    )
+
+
 class KVSwapTransfers:
     """Mixed into one of vLLM's specs that keep blocks in host memory: kvswap does its transfers.
 
@@ -152,6 +172,10 @@ class KVSwapTransfers:
     extra_config: dict[str, Any]
     _handlers: Any
     _worker: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse_less_than_a_chunk(self)
 
     def create_handlers(self, kv_caches: Any) -> Any:
         """To 0.24: both directions."""
