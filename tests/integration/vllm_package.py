@@ -385,6 +385,7 @@ def faults(engine: Engine, device: kvswap.Device) -> None:
         engine.run()
     failed = engine.stats("failed") - before
     assert engine.recomputed > 0 and failed > 0
+    assert engine.outcomes()["failed"] == engine.recomputed, engine.outcomes()
     say(f"{failed} transfers failed beside a load: {engine.recomputed} blocks were reported, and computed again")
     engine.forget_gpu()
     engine.external = 0
