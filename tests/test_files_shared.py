@@ -120,7 +120,8 @@ def test_what_is_no_writer_refuses_nothing(tmp_path: Path) -> None:
         folder = tmp_path / "s"
         for name in ("writer-0001", "writer-0200"):
             (folder / name).write_bytes(b"a file")
-        (folder / "writer-0201").symlink_to(folder / "nothing")
+        for name in ("writer-0002", "writer-0201"):
+            (folder / name).symlink_to(folder / "nothing")
         (folder / "writer-0202").mkdir(mode=0o777)
         (folder / "writer-0202").chmod(0o777)
         one.refresh()
@@ -129,7 +130,7 @@ def test_what_is_no_writer_refuses_nothing(tmp_path: Path) -> None:
             put(two, keys_of(3, "two"))
             one.refresh()
             assert one.contains(keys_of(3, "two")) == [True] * 3
-            assert (folder / "writer-0002").is_dir()
+            assert (folder / "writer-0003").is_dir()
         with pytest.raises(ValueError, match="holds blocks of another layout"):
             FileStore(folder, Layout(NBYTES, model="other"), capacity=1 << 20, shared=True)
 
@@ -398,6 +399,24 @@ def test_a_block_that_comes_while_its_own_is_overwritten(tmp_path: Path) -> None
             other.wait(PATIENCE)
         assert one.contains(gone) == [True]
         check(one, gone)
+
+
+def test_a_block_that_moved_while_a_store_here_failed(tmp_path: Path) -> None:
+    """The other writer stored it again meanwhile: its new slot takes the place of the old one."""
+    keys = keys_of(1)
+    with open_store(tmp_path) as one, open_store(tmp_path, engine="threads") as two:
+        put(one, keys)
+        two.refresh()
+        with (
+            testing.file_fault(two, "allocate", "delay", delay=0.5, every=1),
+            testing.file_fault(two, "write", "fail", every=1),
+        ):
+            failing = two.store(keys, [block_of(keys[0])])
+            put(one, keys)
+            two.refresh()
+            with pytest.raises(kvswap.Error, match="Input/output error"):
+                failing.wait(PATIENCE)
+        check(two, keys)
 
 
 def test_a_damaged_or_deleted_block_is_anothers(tmp_path: Path) -> None:

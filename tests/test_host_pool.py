@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, comes_down, random_bytes, seam
+from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, comes_down, random_bytes, seam, until
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -1030,21 +1030,34 @@ def test_a_pool_over_a_host_pool_that_its_device_argument_shrinks(device: kvswap
         assert pool.pool(device=Which()).num_blocks == 1
 
 
-def test_a_pool_by_address_ends_with_the_host_pool(device: kvswap.Device) -> None:
-    """And with the blocks that shrink() cuts off; a pool in the others stays."""
+@pytest.mark.parametrize("force", [False, True])
+def test_a_pool_by_address_ends_with_the_host_pool(device: kvswap.Device, force: bool) -> None:
+    """Where a view keeps the addresses of one that was closed by force, a pool that is opened there ends with it."""
     block = 1 << 16
     own = kvswap.Pool(device, device.alloc(8 * block), 8, block)
-    pool = HostPool(8, block, device=device)
-    kept = kvswap.Pool(device, pool.ptr, 4, block, name="kept")
-    cut = kvswap.Pool(device, pool.ptr + 4 * block, 4, block, name="cut")
-    kvswap.move_blocks(own, cut, [1], [2]).wait(PATIENCE)
-    pool.shrink(4, PATIENCE)
-    with pytest.raises(kvswap.Error, match="pool 'cut' lies in memory that has been freed"):
-        kvswap.move_blocks(own, cut, [1], [2])
-    kvswap.move_blocks(own, kept, [1], [2]).wait(PATIENCE)
-    pool.close()
-    with pytest.raises(kvswap.Error, match="pool 'kept' lies in memory that has been freed"):
-        kvswap.move_blocks(own, kept, [1], [2])
+    host = HostPool(8, block, device=device)
+    address = host.ptr
+    pool = kvswap.Pool(device, address, 8, block, name="first")
+    kvswap.move_blocks(own, pool, [1], [2]).wait(PATIENCE)
+    view = host.layer(0) if force else None
+    host.close(force=force)
+    with pytest.raises(kvswap.Error, match="pool 'first' lies in memory that has been freed"):
+        kvswap.move_blocks(own, pool, [1], [2])
+    if force:
+        del pool
+        later = kvswap.Pool(device, address, 8, block, name="later") if device.kind == "host" else None
+        del view, host
+        if later is not None:
+            until(lambda: refused(own, later))
+
+
+def refused(src: kvswap.Pool, dst: kvswap.Pool) -> bool:
+    """Whether the pool's memory was freed."""
+    try:
+        kvswap.move_blocks(src, dst, [1], [2]).wait(PATIENCE)
+    except kvswap.Error as error:
+        return "lies in memory that has been freed" in str(error)
+    return False
 
 
 # -- by address -------------------------------------------------------------------------------------------------------

@@ -417,6 +417,33 @@ def test_memory_is_not_freed_while_a_transfer_is_being_submitted() -> None:
     assert [transfer.done() for transfer in transfers] == [True], "the memory went before"
 
 
+def test_a_device_that_is_opened_while_memory_is_about_to_go() -> None:
+    """Its pool there ends too. The free waits for another device's lock, whose submission waits for its driver."""
+    script = """
+        import threading, time, kvswap
+        from kvswap import testing
+        first, second = kvswap.Device("host:0"), kvswap.Device("host:1")
+        own, other = first.alloc(1 << 16, host=True), first.alloc(4096, host=True)
+        address = own.ptr
+        pools = [kvswap.Pool(second, x, 8, 512) for x in (second.alloc(4096), other)]
+        with testing.fault(second, "call", "delay", operation="pointer_query", delay=1.0):
+            move = threading.Thread(target=kvswap.move_blocks, args=(*pools, [1], [2]))
+            threads = [move, threading.Thread(target=own.free)]
+            for thread in threads:
+                thread.start()
+                time.sleep(0.2)
+            third = kvswap.Device("host:2")
+            late = kvswap.Pool(third, address, 8, 512, name="late")
+            for thread in threads:
+                thread.join(60)
+        try:
+            kvswap.move_blocks(kvswap.Pool(third, third.alloc(4096), 8, 512), late, [1], [2])
+        except kvswap.Error as error:
+            print(error)
+        """
+    assert "pool 'late' lies in memory that has been freed" in run_python(script).stdout
+
+
 def test_no_pool_is_opened_in_memory_that_is_being_freed() -> None:
     device = kvswap.Device("host:0")
     own = device.alloc(4096, host=True)

@@ -8,6 +8,7 @@
 #include "base/fork.h"
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/late.h"
 
 static const int64_t LIMIT_NS = 60ll * 1000 * 1000 * 1000;
 
@@ -98,20 +99,33 @@ struct begin {
   struct kvs_vacating *vacating;
 };
 
+/* Every transfer of these devices is in a lane, or not begun: their hazard_locks are held. */
+static int begin_locked(const struct begin *begin, const struct devices *devices) {
+  struct devices now;
+  struct kvs_error ignored;
+  for (size_t i = 0; i < devices->count; i++) {
+    kvs_late_settle_locked(devices->items[i]);
+    /* The transfers of a lost device have ended. */
+    if (kvs_engine_drain(devices->items[i], &begin->region, 0, &ignored) == KVS_TIMEOUT) return KVS_NOT_READY;
+  }
+  list(begin->vacating);
+  find(&now, begin->engine);
+  if (now.count != devices->count) { /* one was opened before the range was listed, and may have a pool there */
+    kvs_vacate_end(begin->vacating);
+    return KVS_NOT_READY;
+  }
+  close_pools(devices, &begin->region);
+  return KVS_OK;
+}
+
 static int poll_begun(void *arg, struct kvs_error *err) {
   const struct begin *begin = arg;
   struct devices devices;
-  int status = KVS_OK;
   find(&devices, begin->engine);
   for (size_t i = 0; i < devices.count; i++) pthread_mutex_lock(&devices.items[i]->hazard_lock);
-  for (size_t i = 0; status != KVS_TIMEOUT && i < devices.count; i++)
-    status = kvs_engine_drain(devices.items[i], &begin->region, 0, err);
-  if (status != KVS_TIMEOUT) { /* the transfers of a lost device have ended */
-    list(begin->vacating);
-    close_pools(&devices, &begin->region);
-  }
+  int status = begin_locked(begin, &devices);
   for (size_t i = devices.count; i-- > 0;) pthread_mutex_unlock(&devices.items[i]->hazard_lock);
-  return status == KVS_TIMEOUT ? KVS_NOT_READY : KVS_OK;
+  return status ? kvs_fail(err, status, "transfers use this memory") : status;
 }
 
 int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, int64_t timeout_ns,

@@ -220,12 +220,13 @@ static int refuse_other_kind(const struct kvs_file_store *store, const struct kv
                   shared ? "the store of one writer" : "shared by several writers", shared ? "without" : "with");
 }
 
+/* A file, or a link to nothing. */
 static bool is_no_directory(const char *path) {
   struct stat info;
-  return stat(path, &info) == 0 && !S_ISDIR(info.st_mode);
+  return stat(path, &info) == 0 ? !S_ISDIR(info.st_mode) : lstat(path, &info) == 0;
 }
 
-/* The first directory of a writer that no process writes; made if all are taken. A file in its place is passed over. */
+/* The first directory of a writer that no process writes; made if all are taken. What is none is passed over. */
 static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct kvs_error *err) {
   struct kvs_file_root base = {.path = (char *)(uintptr_t)store->settings.directory, .folder = -1, .state = -1};
   struct kvs_file_root *root = &store->roots[0];

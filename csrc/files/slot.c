@@ -61,11 +61,15 @@ static unsigned root_number(const struct kvs_file_store *store, uint32_t slot) {
 /* A writer that stores a key again tells only the new slot, so one slot of each writer is kept. */
 void kvs_file_learn_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
   const uint32_t before = entry->slot;
+  if (entry->foreign && root_number(store, before) == root_number(store, slot)) { /* a store here does not use it */
+    kvs_file_set_slot_locked(store, entry, slot);
+    return;
+  }
   if (entry->writer || (before != KVS_NO_SLOT && !entry->foreign)) {
     entry->other = slot;
     return;
   }
-  if (before != KVS_NO_SLOT && root_number(store, before) != root_number(store, slot)) entry->other = before;
+  if (before != KVS_NO_SLOT) entry->other = before;
   kvs_file_set_slot_locked(store, entry, slot);
 }
 

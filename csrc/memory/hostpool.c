@@ -529,7 +529,13 @@ static int free_within(struct kvs_host_pool *pool, int64_t timeout_ns, struct kv
   int status = kvs_host_pool_close(pool, timeout_ns, false, err);
   if (status == KVS_FORKED || status == KVS_CLOSED) return status;
   if (pool->state != KVS_POOL_CLOSED) return kvs_fail(err, KVS_TIMEOUT, "the pool is in use");
-  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* the address range may still be mapped */
+  if (pool->map_nbytes) { /* the address range was kept */
+    struct kvs_vacating vacating;
+    status = kvs_vacate_begin(pool->engine, pool->map_base, pool->map_nbytes, timeout_ns, &vacating, err);
+    if (status) return status;
+    kvs_pages_unmap(pool->map_base, pool->map_nbytes);
+    kvs_vacate_end(&vacating);
+  }
   kvs_host_pool_delete(pool);
   return KVS_OK;
 }

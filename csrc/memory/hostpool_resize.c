@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/vacate.h"
 #include "memory/hostpool.h"
 
 /* -- the table ------------------------------------------------------------------------------------------------- */
@@ -175,24 +174,10 @@ static int cut_off(struct kvs_host_pool *pool, uint64_t extent, uint64_t units, 
   return status;
 }
 
-/* Close the pools that were opened by address over what is cut off. */
-static int close_pools(struct kvs_host_pool *pool, uint64_t from, uint64_t to, int64_t timeout_ns,
-                       struct kvs_error *err) {
-  int status = KVS_OK;
-  for (uint64_t i = 0; !status && i < pool->extents; i++) {
-    struct kvs_vacating vacating;
-    status = kvs_vacate_begin(pool->engine, pool->base + i * pool->extent_pitch + from, to - from, timeout_ns,
-                              &vacating, err);
-    if (!status) kvs_vacate_end(&vacating); /* the addresses stay mapped */
-  }
-  return status;
-}
-
 static int shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
   uint64_t before = kvs_host_pool_used(pool, pool->num_blocks), after = kvs_host_pool_used(pool, num_blocks);
   uint64_t keep = kvs_host_pool_units(pool, num_blocks) * pool->unit;
   int status = kvs_host_pool_drain(pool, timeout_ns, err);
-  if (!status) status = close_pools(pool, after, before, timeout_ns, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++)
     status = unregister_above(pool, i, kvs_round_up(keep, kvs_page_nbytes(KVS_PAGES_DEFAULT)), timeout_ns, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++)
