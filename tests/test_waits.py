@@ -606,10 +606,12 @@ def test_threads_that_give_back_with_short_limits(device: kvswap.Device) -> None
 
 
 def is_known(device: kvswap.Device, ptr: int) -> bool:
+    """As an allocation: once it is freed, the process may map something else there."""
     try:
-        return seam(device, "pointer_query", ptr)["base"] == ptr
+        found = seam(device, "pointer_query", ptr)
     except ValueError:
         return False
+    return found["base"] == ptr and found["buffer_id"] != 0
 
 
 def await_freed(device: kvswap.Device, ptr: int) -> None:
