@@ -171,7 +171,7 @@ class Memory:
         """The address; the same as ptr. For torch's protocol."""
     def free(self, timeout: float | None = 60.0) -> None:
         """Free the memory, after waiting for the transfers that may use it and all other work of the device. Transfers of
-        pools in it are refused from then on; no other thread may submit one meanwhile.
+        pools in it are refused from then on; one that another thread is just submitting comes before or is refused.
 
         timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and free() may be called
         again, unless the driver is already freeing. BufferError: arrays of it are alive, or transfers of a FileStore

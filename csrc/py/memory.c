@@ -172,7 +172,7 @@ PyDoc_STRVAR(
     free_doc,
     "free($self, /, timeout=60.0)\n--\n\n"
     "Free the memory, after waiting for the transfers that may use it and all other work of the device. Transfers of\n"
-    "pools in it are refused from then on; no other thread may submit one meanwhile.\n\n"
+    "pools in it are refused from then on; one that another thread is just submitting comes before or is refused.\n\n"
     "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and free() may be called\n"
     "again, unless the driver is already freeing. BufferError: arrays of it are alive, or transfers of a FileStore\n"
     "are under way in it. kvswap.Error: it is freed already. Any thread may call.");
