@@ -878,6 +878,22 @@ def test_a_request_that_went_meanwhile(vllm: SimpleNamespace, overlap: Any) -> N
     assert engine.fail({4}, {"a": 20}) == {"a"} and preempted.num_output_placeholders == 0
 
 
+def test_an_output_that_vllm_discards_is_not_skipped(vllm: SimpleNamespace, overlap: Any) -> None:
+    """vLLM would discard the next one in its place, which is good."""
+    planned(overlap, Request("a"), [3, 4, 5], 16, 48)
+    tables = {"a": [3, 4, 5]}
+    engine = Engine(vllm, overlap, tables)
+    request = engine.made.requests["a"]
+    request.num_in_flight_tokens = 40  # in the step that is looked at, and in the next
+    assert engine.fail({5}, {"a": 20}) == {"a"} and request.async_tokens_to_discard == 1
+    tables["a"], request.num_in_flight_tokens = [], 20  # preempted: that next step is looked at
+    assert engine.fail({5}, {"a": 20}) == set() and request.async_tokens_to_discard == 1
+    tables["a"], request.num_in_flight_tokens = [5], 40  # or it was resumed meanwhile
+    request.status = State("running")
+    engine.made.running.append(request)
+    assert engine.fail({5}, {"a": 20}) == set() and request.async_tokens_to_discard == 2
+
+
 def test_other_connectors_are_left_alone(vllm: SimpleNamespace, overlap: Any) -> None:
     engine = Engine(vllm, overlap, {"a": [1]})
     engine.made.connector = object()

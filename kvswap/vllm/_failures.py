@@ -93,6 +93,7 @@ def _holders(scheduler: Any, requests: Iterable[Any], bad: set[int]) -> list[Any
 def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
     own: set[str]
     own, bad = ours.failed_sync_loads(invalid)
+    stale = {name for name in scheduled if _is_discarded(scheduler.requests.get(name))}
     holders = _holders(scheduler, (r for r in scheduler.requests.values() if not r.is_finished()), bad)
     running = [request for request in scheduler.running if request in holders]
     scheduler.kv_cache_manager.evict_blocks(bad)
@@ -115,7 +116,14 @@ def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, i
             _reserved(scheduler).discard(request)
     if running:
         _logger.warning("a load failed beside the model: %d request(s) are computed again", len(running))
-    return own | {request.request_id for request in running}
+    return (own | {request.request_id for request in running}) - stale
+
+
+def _is_discarded(request: Any) -> bool:
+    """Whether vLLM (to 0.26) discards the request's next output, that of a step that was under way when the request was
+    preempted. It counts such outputs down as they come, and would not count one that it is told to skip: then it would
+    discard a good one."""
+    return bool(getattr(request, "async_tokens_to_discard", 0))
 
 
 def _reserved(scheduler: Any) -> set[Any]:

@@ -690,6 +690,37 @@ class Scenario:
         self.engine.again(tokens)
         self.say(f"three requests shared the blocks: {self.options.policy}, and no token of wrong bytes")
 
+    def every_load_fails(self, rounds: int = 20) -> None:
+        """As of a lost device, while requests that share prompts come one after the other: no token of an answer is
+        left out, and none comes twice."""
+        if not self.bears_failed_loads or self.options.policy == "fail":
+            return
+        chance, most = random.Random(7), 0
+        prompts = [self.stored(seed, 9) for seed in (150, 151)]
+        prompts += [tokens[: 5 * TOKENS] + self.stored(seed, 6) for seed, tokens in enumerate(prompts, 152)]
+        overlap = self.engine.scheduler.connector._overlap
+        for _ in range(rounds):
+            self.engine.forget_gpu()
+            overlap._bytes, overlap._seconds = 1e15, 1.0  # no load is too long for a step
+            self.engine.workers.call_one(self.last, "fault", "fail", 1, 1)
+            names = {}
+            for _ in range(8):
+                tokens = chance.choice(prompts)
+                names[self.engine.add(tokens, max_tokens=6)] = tokens
+                for _ in range(chance.randint(0, 2)):
+                    self.engine.step()
+            requests = [self.engine.scheduler.requests.get(name) for name in names]
+            self.engine.run()
+            self.engine.workers.call_one(self.last, "fault", None)
+            for name, tokens in names.items():
+                right = [(len(tokens) + i) % 900 for i in range(6)]
+                assert self.engine.answers[name] == right, (name, self.engine.answers[name], right)
+            most = max(most, *(request.num_preemptions for request in requests if request is not None))
+            for tokens in prompts:  # stores failed as well
+                self.go(tokens)
+        overlap._bytes = overlap._seconds = 0.0
+        self.say(f"every load failed for a while: all answers are whole; a request was preempted {most} times")
+
     def fails_and_is_aborted(self) -> None:
         scheduler = self.engine.scheduler
 
@@ -782,6 +813,7 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     tests.ahead_at_random()
     tests.fails()
     tests.fails_beside_its_likes()
+    tests.every_load_fails()
     tests.fails_and_is_aborted()
     tests.fails_and_is_preempted()
     tests.a_layer_is_skipped()

@@ -501,12 +501,12 @@ class Worker:
         pieces.sort()
         return 1 + sum(after[0] != before[1] for before, after in pairwise(pieces))
 
-    def fault(self, action: str | None, nth: int = 1) -> None:
-        """The nth copy from now on fails, or is left out; None: no more."""
+    def fault(self, action: str | None, nth: int = 1, every: int = 0) -> None:
+        """The nth copy from now on fails, or is left out, and each every-th after it; None: no more."""
         if action is None:
             self.faults.close()
         else:
-            self.faults.enter_context(testing.fault(self.device, "copy", action, nth=nth))
+            self.faults.enter_context(testing.fault(self.device, "copy", action, nth=nth, every=every))
 
     def hold(self, seconds: float) -> None:
         """The model computes for so long: what is submitted meanwhile waits for it."""
