@@ -498,8 +498,9 @@ def test_anything(
     Sides(session_device, 32768).run(call, shapes, offsets, gpu_ids, cpu_ids, direction, path=path)
 
 
-def test_the_copy_kernel_alone(device: kvswap.Device) -> None:
-    """The kernel by the seam, without a planner: pieces of every size and alignment."""
+@pytest.mark.parametrize("kernel", ["launch_copy", "launch_pack"])
+def test_a_kernel_alone(device: kvswap.Device, kernel: str) -> None:
+    """By the seam, without a planner: pieces of every size and alignment."""
     usable(device, "kernel")
     room = Buffer(device, 1 << 16, "gpu")
     before = room.randomise(8)
@@ -512,6 +513,7 @@ def test_the_copy_kernel_alone(device: kvswap.Device) -> None:
     table = Buffer(device, len(pieces) * 8, "gpu")
     table.put(np.array(pieces, np.uint64).view(np.uint8))
     stream = kvswap.Stream(device)
-    seam(device, "launch_copy", len(pieces) // 3, table.ptr, 3, 64, stream.handle)
+    more = [16 << 10] if kernel == "launch_pack" else []  # bytes of shared memory
+    seam(device, kernel, len(pieces) // 3, table.ptr, 3, 64, stream.handle, *more)
     stream.synchronize(PATIENCE)
     np.testing.assert_array_equal(room.get(), expected)

@@ -35,6 +35,23 @@ struct seam_row {
   X(copy_batch, 1, NOTHING, true, kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))         \
   X(launch_copy, 5, NOTHING, false, launch_copy(c, err))
 
+static int launch_pieces(struct seam_call *c, enum kvs_kernel kernel, unsigned shared_nbytes, kvs_stream stream,
+                         struct kvs_error *err) {
+  struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
+  struct kvs_launch launch = {.kernel = kernel,
+                              .grid = (unsigned)c->a[2],
+                              .threads = (unsigned)c->a[3],
+                              .shared_nbytes = shared_nbytes,
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  return kvs_dev_launch(c->device, &launch, stream, err);
+}
+
+/* (npieces, address of the pieces, grid, threads, stream) */
+static int launch_copy(struct seam_call *c, struct kvs_error *err) {
+  return launch_pieces(c, KVS_KERNEL_COPY, 0, c->a[4], err);
+}
+
 #ifdef KVSWAP_NO_TEST_BINDINGS
 #define MEMBERS(X) PACKAGE_MEMBERS(X)
 #else
@@ -61,6 +78,7 @@ struct seam_row {
   X(copy_direct, 1, NOTHING, true, kvs_dev_copy_direct(c->device, &c->copies, c->a[0], err))                           \
   X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
   X(gap, 1, NOTHING, false, kvs_dev_gap(c->device, c->a[0], err))                                                      \
+  X(launch_pack, 6, NOTHING, false, launch_pack(c, err))                                                               \
   X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
@@ -95,6 +113,11 @@ static int launch_crc(struct seam_call *c, struct kvs_error *err) {
   return kvs_dev_launch(c->device, &launch, c->a[3], err);
 }
 
+/* (npieces, address of the pieces, grid, threads, stream, bytes of shared memory that a CTA is to hold) */
+static int launch_pack(struct seam_call *c, struct kvs_error *err) {
+  return launch_pieces(c, KVS_KERNEL_PACK, (unsigned)c->a[5], c->a[4], err);
+}
+
 static void count_up(void *word) { __atomic_add_fetch((uint32_t *)word, 1, __ATOMIC_RELEASE); }
 
 /* (address of a word of the host that is counted up, stream) */
@@ -102,17 +125,6 @@ static int call_count(struct seam_call *c, struct kvs_error *err) {
   return kvs_dev_call(c->device, count_up, (void *)(uintptr_t)c->a[0], c->a[1], err);
 }
 #endif
-
-/* (npieces, address of the pieces, grid, threads, stream) */
-static int launch_copy(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
-  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
-                              .grid = (unsigned)c->a[2],
-                              .threads = (unsigned)c->a[3],
-                              .params = &params,
-                              .params_nbytes = sizeof params};
-  return kvs_dev_launch(c->device, &launch, c->a[4], err);
-}
 
 #define X(name, needed, answer, copies, expression)                                                                    \
   static int call_##name(struct seam_call *c, struct kvs_error *err) { return expression; }
@@ -239,8 +251,8 @@ PyDoc_STRVAR(
     "_seam($module, device, operation, /, *args)\n--\n\n"
     "Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.\n\n"
     "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
-    "grid, threads, stream), launch_crc (address, bytes, address of a word, stream), copy_rect the fields of struct "
-    "kvs_rect and the stream, all others as they stand.");
+    "grid, threads, stream), launch_pack the same and a CTA's bytes of shared memory, launch_crc (address, bytes,\n"
+    "address of a word, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
 
 PyMethodDef kvs_py_seam_methods[] = {
     {"_seam", (PyCFunction)(void (*)(void))seam, METH_FASTCALL, seam_doc},
