@@ -98,10 +98,10 @@ static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin 
 
 int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
                       struct kvs_vacating *vacating, struct kvs_error *err) {
-  int lost = check_known(engine, ptr, origin, region, err);
-  if (!lost) lost = kvs_engine_drain(engine, region, 0, err);
-  if (!lost) lost = kvs_peer_drain(engine, region, 0, err);
-  if (lost && lost != KVS_LOST) return lost;
+  int status = check_known(engine, ptr, origin, region, err);
+  if (!status) status = kvs_engine_drain(engine, region, 0, err);
+  if (!status) status = kvs_peer_drain(engine, region, 0, err);
+  if (status && status != KVS_LOST) return status;
   struct kvs_error busy;
   if (vacating && kvs_vacate_begin(engine, region->base, region->nbytes, 0, vacating, &busy)) {
     *err = busy;
@@ -110,8 +110,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
   pthread_mutex_unlock(&engine->memory_lock);
-  int status =
-      mine ? lost : kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
+  if (!mine) status = kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
   if (vacating && status) kvs_vacate_end(vacating);
   return status;
 }
