@@ -128,6 +128,8 @@ print(time.monotonic() - begun, flush=True)
 if os.environ["AGAIN"]:
     with FileStore(folder, Layout(5000), capacity=64 << 20) as again:
         print(again.contains([b"key"])[0], flush=True)
+if float(os.environ["HANGS"]) > 10:
+    os._exit(0)  # else it waits for stores and devices, 12 s in all
 """
 
 
