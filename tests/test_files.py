@@ -1540,6 +1540,14 @@ def test_removed_segments_are_synced_with_fsync(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("segment-*"))) == 2 < before  # removed before the directory is synced
 
 
+def test_a_file_system_that_cannot_sync_directories(tmp_path: Path) -> None:
+    """Some of the network say EINVAL."""
+    options: dict[str, Any] = {"capacity": 1 << 22, "durability": "fsync"}
+    for nth in (1, 2):
+        with testing.file_fault(None, "sync", "fail", nth=nth, code=errno.EINVAL):
+            FileStore(tmp_path / str(nth), Layout(5000), **options).close()
+
+
 @pytest.mark.parametrize("parts", [None, [5000]])
 def test_memory_is_not_freed_under_a_transfer(tmp_path: Path, parts: list[int] | None) -> None:
     """Else the load would write to what is allocated there next."""
