@@ -88,10 +88,8 @@ class Hand:
         order = np.random.default_rng(1).permutation(2 * count)[:count].astype(np.uint64)
         self._scattered = np.uint64(self._gpu.ptr) + order * np.uint64(block)
         self._in_line = np.uint64(self._host.ptr) + np.arange(count, dtype=np.uint64) * np.uint64(block)
-        self._sizes, self._keys = (
-            np.full(count, block, np.uint64),
-            np.arange(1, count + 1, dtype=np.uint64) << np.uint64(20),
-        )
+        self._sizes = np.full(count, block, np.uint64)
+        self._keys = np.arange(1, count + 1, dtype=np.uint64) << np.uint64(20)
         self._tables: dict[tuple[int, Direction], list[Pieces]] = {}
 
     def _pattern(self, check: bool, ptrs: Words) -> int:
@@ -139,26 +137,29 @@ class Hand:
         number = 0
         while running() or number % QUARTERS or number < 3 * AHEAD:
             slot, quarter = number % SLOTS, number % QUARTERS
-            (first, gather), (second, move) = sorted(
-                [(kernel, launch), (copies, copy)], key=lambda stage: (stage[1] is copy) == (way == Direction.D2H)
-            )
+            stages = [(kernel, launch), (copies, copy)]
+            (first, begin), (second, finish) = stages if way == Direction.D2H else stages[::-1]
             free[slot].wait(first)
-            gather(slot, quarter)
+            begin(slot, quarter)
             packed[slot].record(first)
             packed[slot].wait(second)
-            move(slot, quarter)
+            finish(slot, quarter)
             free[slot].record(second)
             number += 1
             if number >= AHEAD:
                 ends[number - AHEAD].synchronize(WAIT_LIMIT)
         device.synchronize(WAIT_LIMIT)
-        moved = row.kernel is not None
-        if moved and (wrong := self._pattern(True, self._in_line if way == Direction.D2H else self._scattered)):
+        if row.kernel is None:  # the slots hold anything
+            return self._rates(ends, size)
+        if wrong := self._pattern(True, self._in_line if way == Direction.D2H else self._scattered):
             raise WrongBytes(
                 f"WRONG BYTES: {row.name}, {way.name}: {wrong}", wrong_bytes=wrong, block=0, layer=0, offset=0
             )
-        inner = ends[AHEAD:-AHEAD]
-        return [size / a.elapsed_time(b) / 1e9 for a, b in pairwise(inner)]
+        return self._rates(ends, size)
+
+    @staticmethod
+    def _rates(ends: list[_C.Event], size: int) -> list[float]:
+        return [size / a.elapsed_time(b) / 1e9 for a, b in pairwise(ends[AHEAD:-AHEAD])]
 
 
 def beside_load(device: _C.Device, load: Load, seconds: float, run: Callable[[Callable[[], bool]], list[float]]) -> str:
