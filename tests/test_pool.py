@@ -305,11 +305,11 @@ def half_released(device: kvswap.Device) -> Iterator[tuple[Any, threading.Event]
             go.wait(PATIENCE)
 
     room, held = (np.frombuffer(device.alloc(128, host=True), np.uint8) for _ in range(2))  # pinned
-    held, target = held.view(Slow), Tier(device, "gpu", 64)
-    first, slow = kvswap.Pool(device, room, 2, 64, name="first"), kvswap.Pool(device, held, 2, 64)
     stream = kvswap.Stream(device)
     with Gate(device) as gate:
-        gate.hold(stream)
+        gate.hold(stream)  # or the test is skipped, and nothing may be slow then
+        held, target = held.view(Slow), Tier(device, "gpu", 64)
+        first, slow = kvswap.Pool(device, room, 2, 64, name="first"), kvswap.Pool(device, held, 2, 64)
         transfers = [
             kvswap.move_blocks(pool, target.pool, [0], [slot], stream=stream) for slot, pool in enumerate((first, slow))
         ]
