@@ -14,6 +14,7 @@ import argparse
 import statistics
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,8 +24,8 @@ import kvswap
 from kvswap import _C, Direction
 from kvswap.bench import beside
 from kvswap.bench.loads import Load, load_for
-from kvswap.bench.measure import Job, opened
-from kvswap.bench.methods import METHODS, Pending, Pieces
+from kvswap.bench.measure import opened
+from kvswap.bench.methods import METHODS, Pieces
 from kvswap.bench.shapes import WAIT_LIMIT, Shape, Words
 from kvswap.replay.check import WrongBytes
 
@@ -162,37 +163,19 @@ class Hand:
         return [size / a.elapsed_time(b) / 1e9 for a, b in pairwise(ends[AHEAD:-AHEAD])]
 
 
+def told(gbps: float, step_seconds: float) -> str:
+    """Of a row: what the copies reach, and what a step takes."""
+    return f"{gbps:5.1f} GB/s, {1e3 * step_seconds:.3f} ms"
+
+
 def beside_load(device: _C.Device, load: Load, seconds: float, run: Callable[[Callable[[], bool]], list[float]]) -> str:
-    """The median rate, and the step, while both run."""
-    beside._run_load(device, load, seconds / 3)
+    """While both run; the median rate."""
     steps: list[float] = []
     thread = threading.Thread(target=lambda: steps.append(beside._run_load(device, load, seconds).piece_seconds))
     thread.start()
     rates = run(thread.is_alive)
     thread.join()
-    return f"{statistics.median(rates):5.1f} GB/s, {1e3 * steps[0]:.3f} ms"
-
-
-def of_kvswap(job: Job, device: _C.Device, after: _C.Stream, running: Callable[[], bool]) -> list[float]:
-    """GB/s of each transfer."""
-    job.fill()
-    under_way: list[tuple[Pending, _C.Event]] = []
-    ends: list[_C.Event] = []
-    while running() or len(ends) < 2 * AHEAD:
-        (pending,) = job.submit()
-        end = _C.Event(device)
-        pending.make_wait(after)
-        end.record(after)
-        under_way.append((pending, end))
-        if len(under_way) > SLOTS:
-            first, end = under_way.pop(0)
-            first.wait(WAIT_LIMIT)
-            end.synchronize(WAIT_LIMIT)
-            ends.append(end)
-    for pending, _ in under_way:
-        pending.wait(WAIT_LIMIT)
-    job.check()
-    return [job.nbytes / a.elapsed_time(b) / 1e9 for a, b in pairwise(ends)][1:]
+    return told(statistics.median(rates), steps[0])
 
 
 def main() -> None:
@@ -208,28 +191,24 @@ def main() -> None:
     load = load_for(device, options.load)
     stocks[False] = Stock(device, block)
     print(f"{device.name} ({device.info['name']}), beside {load.name}; windows of {options.seconds:g} s")
-    after = kvswap.Stream(device, priority="high")  # a mark on a stream of the load's priority waits for its turn
     shape = Shape(64, block, QUARTERS * BLOCKS // 64)
-    with opened(device, 1) as lab:
-        hand = Hand(device, block, after)
+    with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
+        hand = Hand(device, block, lab.stream)
         for way in Direction:
             for row in ROWS:
 
                 def by_hand(running: Callable[[], bool], row: Row = row, way: Direction = way) -> list[float]:
                     return hand.run(row, stocks[row.early], way, running)
 
-                print(
-                    f"{way.name} by hand, {row.name:42} {beside_load(device, load, options.seconds, by_hand)}",
-                    flush=True,
-                )
+                beside._warm_up(device, load)
+                figures = beside_load(device, load, options.seconds, by_hand)
+                print(f"{way.name} by hand, {row.name:42} {figures}", flush=True)
             for method in ("auto", "high"):
                 job = lab.job(METHODS[method], (shape,), way.name)
                 lab.warm_up(job)
-
-                def ours(running: Callable[[], bool], job: Job = job) -> list[float]:
-                    return of_kvswap(job, device, after, running)
-
-                print(f"{way.name} kvswap, {method:43} {beside_load(device, load, options.seconds, ours)}", flush=True)
+                beside._warm_up(device, load)
+                both = beside._run_both(lab, load, job, options.seconds, thread)
+                print(f"{way.name} kvswap, {method:43} {told(both.gbps, both.piece_seconds)}", flush=True)
 
 
 if __name__ == "__main__":
