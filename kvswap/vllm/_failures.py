@@ -120,9 +120,9 @@ def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, i
 
 
 def _is_discarded(request: Any) -> bool:
-    """Whether vLLM (to 0.26) discards the request's next output, that of a step that was under way when the request was
-    preempted. It counts such outputs down as they come, and would not count one that it is told to skip: then it would
-    discard a good one."""
+    """Whether vLLM (to 0.26) discards the request's next output: the request was preempted while a step computed it.
+    vLLM counts such outputs down as they come. If it skips one, the count stays, and vLLM discards the next output,
+    which is good."""
     return bool(getattr(request, "async_tokens_to_discard", 0))
 
 
