@@ -293,7 +293,7 @@ class _Staging:
 
     def __init__(self, device: _C.Device) -> None:
         self.memory = device.alloc(_CHUNKS * _CHUNK, host=True)
-        self.ends = [_C.Event(device) for _ in range(_CHUNKS)]
+        self.ends = [_C.Event(device, timing=False) for _ in range(_CHUNKS)]
         self.next = 0
         self.lock = threading.Lock()
 
@@ -354,7 +354,7 @@ def _copy_files(
     _raise_earlier()
     dsts, srcs, dst_fds, src_fds = _places(dst, src, tasks)
     on, nbytes = _device(stream, device), operator.index(num_bytes)
-    copy = DiskCopy(_C.Event(on), [])
+    copy = DiskCopy(_C.Event(on, timing=False), [])
     if not dsts.size or not nbytes:
         return copy
     for name, tier, places in (("dst", dst, dsts), ("src", src, srcs)):

@@ -110,7 +110,7 @@ class CopyBackend:
         refs = [[CanonicalKVCacheRef(i, page) for i, page in enumerate(pages)]]
         store = SingleDirectionOffloadingHandler(gpu, cpu, 1, refs, True, wait_timeout=_WAIT_TIMEOUT)
         self._current = current_stream_of(gpu[0], store.device)
-        self._before = _C.Event(store.device)
+        self._before = _C.Event(store.device, timing=False)
         load = SingleDirectionOffloadingHandler(
             gpu, cpu, 1, refs, False, wait_timeout=_WAIT_TIMEOUT, compute_stream=self._loads_start_after
         )
