@@ -168,10 +168,10 @@ calls() {
   } | tee "$out/calls.txt"
 }
 
-# What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue; bursts by
-# hand, half a minute.
+# What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue; what marks
+# behind transfers cost them, half a minute.
 load() {
-  section bursts_by_hand.py timeout 60 python3 -P benchmarks/bursts_by_hand.py --device cuda:0 >"$out/by_hand.txt"
+  section marks.py timeout 60 python3 -P benchmarks/marks.py --device cuda:0 >"$out/marks.txt"
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {
     for kind in ${LOADS:-step matmul tokens}; do

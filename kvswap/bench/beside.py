@@ -2,8 +2,9 @@
 
 A pair is a window with copies and the two windows without copies around it. The slow-down of a pair is the time of a
 piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
-flight, from before the window begins until after it ends; only bytes that moved within it count. All copies of a window
-carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
+flight, from before the window begins until after it ends; only bytes that moved within it count. When a copy ended is
+seen by the host: an event with timing behind it, on a stream that waits, slows copies by a tenth (benchmarks/marks.py).
+All copies of a window carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
 does beside bare copies: they end two seconds after the window should, the row says so, and its slow-down is a lower
 bound.
 
@@ -201,24 +202,23 @@ def _run_alone(device: _C.Device, load: Load, seconds: float) -> float:
 
 
 class _Copies:
-    """Copies of one job without pause, and when each ran, in seconds after `origin`."""
+    """Copies of one job without pause, and when each ran, in seconds after `origin`. submitted: called with each."""
 
-    def __init__(self, lab: Lab, job: Job) -> None:
-        self._job, self._device = job, lab.device
-        self._after = _C.Stream(lab.device)  # marks the ends, and holds up no other stream
-        self._in_flight: deque[tuple[Pending, _C.Event]] = deque()
+    def __init__(self, lab: Lab, job: Job, submitted: Callable[[Pending], None] = lambda _: None) -> None:
+        self._job, self._submitted = job, submitted
+        self._in_flight: deque[Pending] = deque()
         self._origin = _C.Event(lab.device)
         self._spans: list[tuple[float, float]] = []
         self.paths: Counter[str] = Counter()
-        self._origin.record(self._after)
+        self._origin.record(lab.stream)
+        self._origin.synchronize(WAIT_LIMIT)
+        self._began = time.perf_counter()
 
     def run_while(self, running: Callable[[], bool]) -> None:
         while running():
             (pending,) = self._job.submit()
-            end = _C.Event(self._device)
-            pending.make_wait(self._after)
-            end.record(self._after)
-            self._in_flight.append((pending, end))
+            self._submitted(pending)
+            self._in_flight.append(pending)
             if len(self._in_flight) >= _IN_FLIGHT:
                 self._finish_one()
 
@@ -227,11 +227,10 @@ class _Copies:
             self._finish_one()
 
     def _finish_one(self) -> None:
-        pending, end = self._in_flight.popleft()
+        pending = self._in_flight.popleft()
         pending.wait(WAIT_LIMIT)
-        end.synchronize(WAIT_LIMIT)
+        ended = time.perf_counter() - self._began
         self.paths[pending.path] += 1
-        ended = self._origin.elapsed_time(end)
         self._spans.append((ended - (pending.elapsed or 0.0), ended))
 
     def nbytes_within(self, window: _Window) -> float:
@@ -257,9 +256,16 @@ class Beside(NamedTuple):
     stood_still: bool = False
 
 
-def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPoolExecutor) -> Beside:
+def _run_both(
+    lab: Lab,
+    load: Load,
+    job: Job,
+    seconds: float,
+    thread: ThreadPoolExecutor,
+    submitted: Callable[[Pending], None] = lambda _: None,
+) -> Beside:
     job.fill()
-    copies = _Copies(lab, job)
+    copies = _Copies(lab, job, submitted)
     begin = time.perf_counter()
     copies.run_while(lambda: time.perf_counter() < begin + min(0.05, seconds / 10))  # the window begins under way
     future = thread.submit(_run_load, lab.device, load, seconds)

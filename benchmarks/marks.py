@@ -1,0 +1,76 @@
+"""What a mark behind each transfer costs the transfers, beside a decode step.
+
+An engine may let a stream of its own wait for a transfer, and record an event behind it: to know when it ended, or how
+long it took. Transfers of 64 tensors x 32 KiB, block-first, follow each other, and another stream waits for each: it does
+nothing else, or records an event without timing, or one with timing. A bare copy of as many bytes is treated likewise.
+Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import kvswap
+from kvswap import _C, Direction
+from kvswap.bench import beside
+from kvswap.bench.loads import load_for
+from kvswap.bench.measure import opened
+from kvswap.bench.methods import METHODS, Pending
+from kvswap.bench.shapes import Shape
+
+METHOD_SHAPES = (("loop", 1), ("auto", 0), ("high", 0))  # a method, and which shape it moves
+
+
+def marks_of(device: _C.Device) -> dict[str, Callable[[Pending], None]]:
+    """What another stream does behind each transfer."""
+    stream = _C.Stream(device)
+
+    def marked(timing: bool) -> Callable[[Pending], None]:
+        def mark(pending: Pending) -> None:
+            pending.make_wait(stream)
+            _C.Event(device, timing=timing).record(stream)
+
+        return mark
+
+    return {
+        "nothing": lambda _: None,
+        "waits": lambda pending: pending.make_wait(stream),
+        "waits, and an event": marked(False),
+        "waits, and an event with timing": marked(True),
+    }
+
+
+def main() -> None:
+    """A line a direction, method and mark: GB/s of the copies beside the step, and the step's time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--load", default="step")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a window")
+    parser.add_argument("--windows", type=int, default=3, help="of each, in turns; medians")
+    options = parser.parse_args()
+    device = kvswap.Device(options.device)
+    block, blocks = (32 << 10, 128) if device.kind == "cuda" else (4 << 10, 16)
+    load, marks = load_for(device, options.load), marks_of(device)
+    shapes = (Shape(64, block, blocks), Shape(1, 64 * block * blocks))
+    print(f"{device.name} ({device.info['name']}), beside {load.name}")
+    with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
+        for way in Direction:
+            for method, which in METHOD_SHAPES:
+                job = beside.Job(lab, METHODS[method], [lab.places(shapes)[which]], [way])
+                lab.warm_up(job)
+                found: dict[str, list[beside.Beside]] = {name: [] for name in marks}
+                for _ in range(options.windows):
+                    for name, mark in marks.items():
+                        beside._warm_up(device, load)
+                        found[name].append(beside._run_both(lab, load, job, options.seconds, thread, mark))
+                for name, windows in found.items():
+                    gbps = statistics.median(window.gbps for window in windows)
+                    step = statistics.median(window.piece_seconds for window in windows)
+                    print(f"{way.name} {method:5} {name:32} {gbps:5.1f} GB/s, {1e3 * step:.3f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
