@@ -176,13 +176,14 @@ static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
   return rc == KVS_OK ? PyFloat_FromDouble((double)ns * 1e-9) : kvs_py_raise(state, &err);
 }
 
-PyDoc_STRVAR(event_doc,
-             "Event(device=None, *, timing=True, interprocess=False)\n--\n\n"
-             "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
-             "An event that was never recorded counts as reached. timing=False: no elapsed_time(), all else is\n"
-             "cheaper. interprocess=True: kvswap.memory.export_event() can share it with other processes; it has no "
-             "timing.\n"
-             "Any thread may use it.");
+PyDoc_STRVAR(
+    event_doc,
+    "Event(device=None, *, timing=True, interprocess=False)\n--\n\n"
+    "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
+    "An event that was never recorded counts as reached. timing=False: no elapsed_time(), all else is\n"
+    "cheaper. With timing, and recorded on a stream that waits for a transfer, it makes that transfer's copies\n"
+    "beside a model up to a tenth slower. interprocess=True: kvswap.memory.export_event() can share it with\n"
+    "other processes; it has no timing. Any thread may use it.");
 PyDoc_STRVAR(record_doc,
              "record($self, stream, /)\n--\n\n"
              "Mark the work queued on the stream so far. Recording again moves the mark, but not for earlier waits.\n"
