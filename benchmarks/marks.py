@@ -1,9 +1,10 @@
 """What a mark behind each transfer costs the transfers, beside a decode step.
 
 An engine may let a stream of its own wait for a transfer, and record an event behind it: to know when it ended, or how
-long it took. Transfers of 64 tensors x 32 KiB, block-first, follow each other, and another stream waits for each: it does
-nothing else, or records an event without timing, or one with timing. A bare copy of as many bytes is treated likewise.
-Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it runs.
+long it took. Transfers of 64 tensors x 32 KiB, block-first, follow each other, and another stream waits for each: it
+does nothing else, or records an event without timing, or one with timing. A bare copy of as many bytes is treated
+likewise. Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it
+runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import kvswap
 from kvswap import _C, Direction
 from kvswap.bench import beside
 from kvswap.bench.loads import load_for
-from kvswap.bench.measure import opened
+from kvswap.bench.measure import Job, opened
 from kvswap.bench.methods import METHODS, Pending
 from kvswap.bench.shapes import Shape
 
@@ -59,7 +60,7 @@ def main() -> None:
     with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
         for way in Direction:
             for method, which in METHOD_SHAPES:
-                job = beside.Job(lab, METHODS[method], [lab.places(shapes)[which]], [way])
+                job = Job(lab, METHODS[method], [lab.places(shapes)[which]], [way])
                 lab.warm_up(job)
                 found: dict[str, list[beside.Beside]] = {name: [] for name in marks}
                 for _ in range(options.windows):

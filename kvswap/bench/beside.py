@@ -2,11 +2,11 @@
 
 A pair is a window with copies and the two windows without copies around it. The slow-down of a pair is the time of a
 piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
-flight, from before the window begins until after it ends; only bytes that moved within it count. When a copy ended is
-seen by the host: an event with timing behind it, on a stream that waits, slows copies by a tenth (benchmarks/marks.py).
-All copies of a window carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
-does beside bare copies: they end two seconds after the window should, the row says so, and its slow-down is a lower
-bound.
+flight, from before the window begins until after it ends; only bytes that moved within it count. The host sees when
+copies end: an event with timing behind a copy, on a stream that waits for it, can make the copies a tenth slower
+(benchmarks/marks.py). All copies of a window carry the same bytes, and the last copy is checked. A load can stand still
+until the copies pause, as `--load tokens` does beside bare copies: they end two seconds after the window should, the
+row says so, and its slow-down is a lower bound.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
 Each round begins with the next one of them: a GPU at its power limit is slower in some turns of a round than in others.
