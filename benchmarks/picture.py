@@ -22,8 +22,8 @@ def draw(record: Path, picture: Path) -> None:
     names = [
         "one bare copy"
         if row["method"] == "one copy"
-        else f"{row['shape'].rpartition(' x ')[0]}, host "
-        + ("layer-first" if row["layout"].endswith("layers") else "block-first")
+        else f"{row['shape'].rpartition(' x ')[0]}, "
+        + {"layers": "host layer-first", "1x64k": "one layer"}.get(row["layout"].split("-")[-1], "host block-first")
         for row in rows
     ]
     importlib.import_module("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text

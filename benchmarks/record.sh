@@ -171,7 +171,6 @@ calls() {
 # What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue; what marks
 # behind transfers cost them, half a minute.
 load() {
-  section marks.py timeout 60 python3 -P benchmarks/marks.py --device cuda:0 >"$out/marks.txt"
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {
     for kind in ${LOADS:-step matmul tokens}; do
@@ -182,6 +181,7 @@ load() {
         section "CUDA_DEVICE_MAX_CONNECTIONS=1 kvswap bench --load $kind ${block_first[*]}" \
           env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"
     done
+    section marks.py timeout 60 python3 -P benchmarks/marks.py --device cuda:0
   } | tee "$out/load.txt"
 }
 
