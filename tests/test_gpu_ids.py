@@ -914,6 +914,21 @@ def test_no_kernels(session_device: kvswap.Device) -> None:
     )
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_producer_that_raises(pair: tuple[Tier, Tier], error: type[BaseException]) -> None:
+    """An exception means that there is no DLPack; Ctrl-C goes on."""
+
+    class Broken:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise error("from the producer")
+
+    expected = error if error is KeyboardInterrupt else TypeError
+    with pytest.raises(expected, match="from the producer" if error is KeyboardInterrupt else "Broken"):
+        swap(pair, H2D, Broken(), [0])
+    swap(pair, H2D, [1], [2]).wait(PATIENCE)
+    expect(pair, H2D, [1], [2])
+
+
 def test_lists_of_copies_take_no_ids(device: kvswap.Device) -> None:
     """Other arguments that are arrays on the device are what they were: lists of addresses in host memory."""
     with pytest.raises(TypeError, match="src_ptrs must be a list of tensors or addresses"):

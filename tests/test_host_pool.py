@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -186,6 +186,17 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     assert time.monotonic() - start < AT_ONCE
     assert resident() - before < 8 * MIB and mapped() - mapped_before < KEPT
     assert threading.active_count() == threads
+
+
+def test_what_is_refused_asks_for_no_flag(device: kvswap.Device) -> None:
+    class Flag:
+        def __bool__(self) -> bool:
+            raise AssertionError("nobody needs it")
+
+    with pytest.raises(MemoryError, match="do not fit"):
+        HostPool(os.sysconf("SC_PHYS_PAGES") * PAGE // MIB, MIB, device=device, wait=cast(bool, Flag()))
+    with pytest.raises(AssertionError, match="nobody needs it"):
+        HostPool(1, PAGE, device=device, wait=cast(bool, Flag()))
 
 
 def test_reserve(device: kvswap.Device) -> None:

@@ -15,7 +15,7 @@ import pytest
 from conftest import PATIENCE, Buffer, Cache
 
 import kvswap
-from kvswap import _C
+from kvswap import _C, memory
 
 BLOCKS, NBYTES = 8, 64
 
@@ -498,6 +498,17 @@ def test_a_handle_that_is_no_stream(cache: Cache) -> None:
         assert caught.value.code == 400
     assert cache.device.stats()["submitted"] == before
     cache.check_untouched()
+
+
+def test_memory_is_no_stream(cache: Cache) -> None:
+    """It has a ptr, as a stream of CuPy does."""
+    allocated = cache.device.alloc(64)
+    shared = memory.open(memory.export(allocated), device=cache.device)
+    pool = memory.HostPool(1, 4096, device=cache.device)
+    for what in (allocated, shared, pool, pool.pool()):
+        name = type(what).__name__
+        refused(cache, TypeError, f"stream must be a stream: .*not kvswap.*{name}", per_layer(cache, stream=what))
+        refused(cache, TypeError, f"after .*kvswap.*{name}", per_layer(cache, after=what))
 
 
 def test_path_direct_is_not_for_gpus(cache: Cache) -> None:
