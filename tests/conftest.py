@@ -126,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends the process, with the stacks of all threads (under pytest-xdist: its worker)."""
     config = item.config
     limit = config.getoption("--limit") or float(config.getini("limit"))
-    if "long" in item.path.parts or "long_seconds" in getattr(item, "fixturenames", ()):
+    if (ROOT / "tests" / "long") in item.path.parents or "long_seconds" in getattr(item, "fixturenames", ()):
         limit += 2 * config.getoption("--long-seconds")
     faulthandler.dump_traceback_later(limit, exit=True, file=config.stash[STDERR])
     try:

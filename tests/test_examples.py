@@ -94,7 +94,7 @@ def test_the_transfer_manager_in_c_plus_plus_runs(tmp_path: Path) -> None:
     (tmp_path / "program.cpp").write_text("\n".join(parts), encoding="utf-8")
     flags = ["-Wall", "-Wextra", "-Werror", "-std=c++17", f"-I{ROOT / 'csrc'}"]
     run(tmp_path, compiler, *flags, "-c", "program.cpp", "-o", "program.o")
-    sources = [str(path) for path in sorted((ROOT / "csrc").rglob("*.c")) if "py" not in path.parts]
+    sources = [str(path) for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "py"]
     run(
         tmp_path,
         "gcc",
