@@ -13,26 +13,26 @@ import argparse
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import kvswap
 from kvswap import _C, Direction
 from kvswap.bench import beside
 from kvswap.bench.loads import load_for
 from kvswap.bench.measure import Job, opened
-from kvswap.bench.methods import METHODS, Pending
-from kvswap.bench.shapes import Shape
+from kvswap.bench.methods import METHODS, Method, Pending, Submit
+from kvswap.bench.shapes import Place, Shape
 
 METHOD_SHAPES = (("loop", 1), ("auto", 0), ("high", 0))  # a method, and which shape it moves
 
 
-def marks_of(device: _C.Device) -> dict[str, Callable[[Pending], None]]:
-    """What another stream does behind each transfer."""
-    stream = _C.Stream(device)
+def marks_on(stream: _C.Stream) -> dict[str, Callable[[Pending], None]]:
+    """What the stream does behind each transfer."""
 
     def marked(timing: bool) -> Callable[[Pending], None]:
         def mark(pending: Pending) -> None:
             pending.make_wait(stream)
-            _C.Event(device, timing=timing).record(stream)
+            _C.Event(stream.device, timing=timing).record(stream)
 
         return mark
 
@@ -42,6 +42,22 @@ def marks_of(device: _C.Device) -> dict[str, Callable[[Pending], None]]:
         "waits, and an event": marked(False),
         "waits, and an event with timing": marked(True),
     }
+
+
+def marking(method: Method, mark: Callable[[Pending], None]) -> Method:
+    """The method, with this mark behind each transfer."""
+
+    def bind(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
+        submit = method.bind(place, direction, compute)
+
+        def marked() -> Pending:
+            pending = submit()
+            mark(pending)
+            return pending
+
+        return marked
+
+    return replace(method, bind=bind)
 
 
 def main() -> None:
@@ -54,19 +70,21 @@ def main() -> None:
     options = parser.parse_args()
     device = kvswap.Device(options.device)
     block, blocks = (32 << 10, 128) if device.kind == "cuda" else (4 << 10, 16)
-    load, marks = load_for(device, options.load), marks_of(device)
+    load, marks = load_for(device, options.load), marks_on(_C.Stream(device))
     shapes = (Shape(64, block, blocks), Shape(1, 64 * block * blocks))
     print(f"{device.name} ({device.info['name']}), beside {load.name}")
     with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
         for way in Direction:
             for method, which in METHOD_SHAPES:
-                job = Job(lab, METHODS[method], [lab.places(shapes)[which]], [way])
-                lab.warm_up(job)
+                place = lab.places(shapes)[which]
+                jobs = {name: Job(lab, marking(METHODS[method], mark), [place], [way]) for name, mark in marks.items()}
+                for job in jobs.values():
+                    lab.warm_up(job)
                 found: dict[str, list[beside.Beside]] = {name: [] for name in marks}
                 for _ in range(options.windows):
-                    for name, mark in marks.items():
+                    for name, job in jobs.items():
                         beside._warm_up(device, load)
-                        found[name].append(beside._run_both(lab, load, job, options.seconds, thread, mark))
+                        found[name].append(beside._run_both(lab, load, job, options.seconds, thread))
                 for name, windows in found.items():
                     gbps = statistics.median(window.gbps for window in windows)
                     step = statistics.median(window.piece_seconds for window in windows)

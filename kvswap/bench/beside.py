@@ -202,10 +202,10 @@ def _run_alone(device: _C.Device, load: Load, seconds: float) -> float:
 
 
 class _Copies:
-    """Copies of one job without pause, and when each ran, in seconds after `origin`. submitted: called with each."""
+    """Copies of one job without pause, and when each ran, in seconds after `origin`."""
 
-    def __init__(self, lab: Lab, job: Job, submitted: Callable[[Pending], None] = lambda _: None) -> None:
-        self._job, self._submitted = job, submitted
+    def __init__(self, lab: Lab, job: Job) -> None:
+        self._job = job
         self._in_flight: deque[Pending] = deque()
         self._origin = _C.Event(lab.device)
         self._spans: list[tuple[float, float]] = []
@@ -217,7 +217,6 @@ class _Copies:
     def run_while(self, running: Callable[[], bool]) -> None:
         while running():
             (pending,) = self._job.submit()
-            self._submitted(pending)
             self._in_flight.append(pending)
             if len(self._in_flight) >= _IN_FLIGHT:
                 self._finish_one()
@@ -256,16 +255,9 @@ class Beside(NamedTuple):
     stood_still: bool = False
 
 
-def _run_both(
-    lab: Lab,
-    load: Load,
-    job: Job,
-    seconds: float,
-    thread: ThreadPoolExecutor,
-    submitted: Callable[[Pending], None] = lambda _: None,
-) -> Beside:
+def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPoolExecutor) -> Beside:
     job.fill()
-    copies = _Copies(lab, job, submitted)
+    copies = _Copies(lab, job)
     begin = time.perf_counter()
     copies.run_while(lambda: time.perf_counter() < begin + min(0.05, seconds / 10))  # the window begins under way
     future = thread.submit(_run_load, lab.device, load, seconds)
