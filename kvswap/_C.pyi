@@ -1495,6 +1495,5 @@ def _costs_predict(
 def _seam(device: Device, operation: str, /, *args: Any) -> Any:
     """Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.
 
-    copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,
-    grid, threads, stream), launch_pack the same and a CTA's bytes of shared memory, launch_crc (address, bytes,
-    address of a word, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand."""
+    copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy and launch_pack (npieces, address of
+    the pieces, grid, threads, stream), launch_crc (address, bytes, address of a word, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand."""

@@ -513,7 +513,6 @@ def test_a_kernel_alone(device: kvswap.Device, kernel: str) -> None:
     table = Buffer(device, len(pieces) * 8, "gpu")
     table.put(np.array(pieces, np.uint64).view(np.uint8))
     stream = kvswap.Stream(device)
-    more = [16 << 10] if kernel == "launch_pack" else []  # bytes of shared memory
-    seam(device, kernel, len(pieces) // 3, table.ptr, 3, 64, stream.handle, *more)
+    seam(device, kernel, len(pieces) // 3, table.ptr, 3, 64, stream.handle)
     stream.synchronize(PATIENCE)
     np.testing.assert_array_equal(room.get(), expected)

@@ -33,23 +33,17 @@ struct seam_row {
   X(copy, 4, NOTHING, false, kvs_dev_copy(c->device, c->a[0], c->a[1], c->a[2], c->a[3], err))                         \
   X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
   X(copy_batch, 1, NOTHING, true, kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))         \
-  X(launch_copy, 5, NOTHING, false, launch_copy(c, err))
+  X(launch_copy, 5, NOTHING, false, launch_pieces(c, KVS_KERNEL_COPY, err))
 
-static int launch_pieces(struct seam_call *c, enum kvs_kernel kernel, unsigned shared_nbytes, kvs_stream stream,
-                         struct kvs_error *err) {
+/* (npieces, address of the pieces, grid, threads, stream) */
+static int launch_pieces(struct seam_call *c, enum kvs_kernel kernel, struct kvs_error *err) {
   struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
   struct kvs_launch launch = {.kernel = kernel,
                               .grid = (unsigned)c->a[2],
                               .threads = (unsigned)c->a[3],
-                              .shared_nbytes = shared_nbytes,
                               .params = &params,
                               .params_nbytes = sizeof params};
-  return kvs_dev_launch(c->device, &launch, stream, err);
-}
-
-/* (npieces, address of the pieces, grid, threads, stream) */
-static int launch_copy(struct seam_call *c, struct kvs_error *err) {
-  return launch_pieces(c, KVS_KERNEL_COPY, 0, c->a[4], err);
+  return kvs_dev_launch(c->device, &launch, c->a[4], err);
 }
 
 #ifdef KVSWAP_NO_TEST_BINDINGS
@@ -78,7 +72,7 @@ static int launch_copy(struct seam_call *c, struct kvs_error *err) {
   X(copy_direct, 1, NOTHING, true, kvs_dev_copy_direct(c->device, &c->copies, c->a[0], err))                           \
   X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
   X(gap, 1, NOTHING, false, kvs_dev_gap(c->device, c->a[0], err))                                                      \
-  X(launch_pack, 6, NOTHING, false, launch_pack(c, err))                                                               \
+  X(launch_pack, 5, NOTHING, false, launch_pieces(c, KVS_KERNEL_PACK, err))                                            \
   X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
@@ -111,11 +105,6 @@ static int launch_crc(struct seam_call *c, struct kvs_error *err) {
                               .params = &params,
                               .params_nbytes = sizeof params};
   return kvs_dev_launch(c->device, &launch, c->a[3], err);
-}
-
-/* (npieces, address of the pieces, grid, threads, stream, bytes of shared memory that a CTA is to hold) */
-static int launch_pack(struct seam_call *c, struct kvs_error *err) {
-  return launch_pieces(c, KVS_KERNEL_PACK, (unsigned)c->a[5], c->a[4], err);
 }
 
 static void count_up(void *word) { __atomic_add_fetch((uint32_t *)word, 1, __ATOMIC_RELEASE); }
@@ -250,9 +239,9 @@ PyDoc_STRVAR(
     seam_doc,
     "_seam($module, device, operation, /, *args)\n--\n\n"
     "Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.\n\n"
-    "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
-    "grid, threads, stream), launch_pack the same and a CTA's bytes of shared memory, launch_crc (address, bytes,\n"
-    "address of a word, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
+    "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy and launch_pack (npieces, address of\n"
+    "the pieces, grid, threads, stream), launch_crc (address, bytes, address of a word, stream), copy_rect the fields "
+    "of struct kvs_rect and the stream, all others as they stand.");
 
 PyMethodDef kvs_py_seam_methods[] = {
     {"_seam", (PyCFunction)(void (*)(void))seam, METH_FASTCALL, seam_doc},

@@ -162,15 +162,14 @@ class Pieces:
         table = np.stack([dst, src, sizes], axis=1)
         self._device, self._count, self._nbytes = device, len(table), table.nbytes
         self._host, self._gpu = device.alloc(table.nbytes, host=True), device.alloc(table.nbytes)
-        self.ptr = self._gpu.ptr
         np.ctypeslib.as_array((ctypes.c_uint64 * table.size).from_address(self._host.ptr))[:] = table.reshape(-1)
 
     def upload(self, stream: int) -> None:
-        _C._seam(self._device, "copy", self.ptr, self._host.ptr, self._nbytes, stream)
+        _C._seam(self._device, "copy", self._gpu.ptr, self._host.ptr, self._nbytes, stream)
 
     def launch(self, stream: int, threads: int, ctas: int | None = None) -> None:
         """ctas None: as many as there are copies."""
-        _C._seam(self._device, "launch_copy", self._count, self.ptr, ctas or self._count, threads, stream)
+        _C._seam(self._device, "launch_copy", self._count, self._gpu.ptr, ctas or self._count, threads, stream)
 
 
 def _as_seen(place: Place, ends: Words) -> Words:
