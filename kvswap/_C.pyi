@@ -264,8 +264,8 @@ class Event:
     """A mark in the work of a stream of a device (Device, name, or None: as Device(None)).
 
     An event that was never recorded counts as reached. timing=False: no elapsed_time(), all else is
-    cheaper. With timing, and recorded on a stream that waits for a transfer, it makes that transfer's copies
-    beside a model up to a tenth slower. interprocess=True: kvswap.memory.export_event() can share it with
+    cheaper. An event with timing that is recorded on a stream which waits for a transfer slows that transfer's
+    copies by up to a tenth while a model runs. interprocess=True: kvswap.memory.export_event() can share it with
     other processes; it has no timing. Any thread may use it."""
     def __new__(cls, device: DeviceLike | None = None, *, timing: bool = True, interprocess: bool = False) -> Event: ...
     @property

@@ -916,7 +916,7 @@ def test_no_kernels(session_device: kvswap.Device) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_producer_that_raises(pair: tuple[Tier, Tier], error: type[BaseException]) -> None:
-    """An exception means that there is no DLPack; Ctrl-C goes on."""
+    """An Exception means that the object has no DLPack; KeyboardInterrupt reaches the caller."""
 
     class Broken:
         def __dlpack_device__(self) -> tuple[int, int]:

@@ -181,8 +181,8 @@ PyDoc_STRVAR(
     "Event(device=None, *, timing=True, interprocess=False)\n--\n\n"
     "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
     "An event that was never recorded counts as reached. timing=False: no elapsed_time(), all else is\n"
-    "cheaper. With timing, and recorded on a stream that waits for a transfer, it makes that transfer's copies\n"
-    "beside a model up to a tenth slower. interprocess=True: kvswap.memory.export_event() can share it with\n"
+    "cheaper. An event with timing that is recorded on a stream which waits for a transfer slows that transfer's\n"
+    "copies by up to a tenth while a model runs. interprocess=True: kvswap.memory.export_event() can share it with\n"
     "other processes; it has no timing. Any thread may use it.");
 PyDoc_STRVAR(record_doc,
              "record($self, stream, /)\n--\n\n"
