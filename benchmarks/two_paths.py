@@ -1,16 +1,18 @@
 """A scattered transfer by two paths at once, beside a decode step: does it pay?
 
-The copy engine moves a share of the blocks, and a kernel of one or two CTAs the rest, on two lanes; the transfer ends
-with the later one. Beside it: all blocks by what auto takes at `normal`, by the copy engine alone and by the kernel
-alone, and one bare copy of as many bytes, in turns. The host's side is scattered block by block. Every byte of a
-window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it runs.
+The copy engine moves a share of the blocks, and a kernel of one or two CTAs the rest, paced or not, on two lanes; the
+transfer ends with the later one. Beside it: all blocks by what auto takes at `normal`, by the copy engine alone and by
+the kernel alone, and one bare copy of as many bytes, in turns. The host's side is scattered block by block. Shown: the
+step's slow-down, GB/s of the copies beside it, how long a call holds its caller and how long it takes until its bytes
+are there, without the step. Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device
+it shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +20,8 @@ from typing import TYPE_CHECKING
 import kvswap
 from kvswap import _C, Direction
 from kvswap.bench import beside
-from kvswap.bench.loads import load_for
-from kvswap.bench.measure import Job, opened
+from kvswap.bench.loads import Load, load_for
+from kvswap.bench.measure import Job, Lab, opened
 from kvswap.bench.methods import METHODS, Method, Submit
 from kvswap.bench.shapes import Place, Shape
 from kvswap.bench.table import layouts
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from kvswap.typing import Path
 
 LAYOUTS = ("64x32k-layers", "80x16k-slab-layers", "1x64k")
-SHARES, CTAS = (0.5, 0.6, 0.7, 0.8), (1, 2)
+SIZES_MIB = (256, 32)  # of a transfer
+SHARES = (0.6, 0.7, 0.8)
+KERNELS = ((1, None), (1, 16.0), (1, 10.0), (2, None))  # CTAs, and GB/s at most
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,25 @@ class Both:
             part.make_wait(stream)
 
 
-def by_paths(key: str, parts: Sequence[tuple[Path, float, int | None]]) -> Method:
-    """parts: path, share of the blocks, CTAs. Each has a stream of its own, so that none waits for another one."""
+@dataclass(frozen=True)
+class Part:
+    """What one path moves. ctas, pace_gbps: of a kernel."""
+
+    path: Path
+    share: float  # of the blocks
+    ctas: int | None = None
+    pace_gbps: float | None = None
+
+
+def by_parts(key: str, *parts: Part) -> Method:
+    """Each part has a stream of its own, so that none waits for another one."""
 
     def bind(place: Place, direction: Direction, _: _C.Stream) -> Submit:
         streams = [_C.Stream(place.device) for _ in parts]
 
-        def part_of(number: int) -> _C.Transfer:
-            path, share, ctas = parts[number]
-            before = sum(share for _, share, _ in parts[:number])
-            first, last = (round(place.shape.blocks * at) for at in (before, before + share))
+        def submit_part(number: int) -> _C.Transfer:
+            part, before = parts[number], sum(part.share for part in parts[:number])
+            first, last = (round(place.shape.blocks * at) for at in (before, before + part.share))
             return _C.swap_cache_all_layers_async(
                 place.gpu_ptrs,
                 place.host_ptrs,
@@ -79,30 +92,56 @@ def by_paths(key: str, parts: Sequence[tuple[Path, float, int | None]]) -> Metho
                 direction,
                 cpu_stride=place.host_stride,
                 device=place.device,
-                path=path,
-                max_ctas=ctas,
+                path=part.path,
+                max_ctas=part.ctas,
+                pace_gbps=part.pace_gbps,
                 stream=streams[number],
             )
 
-        return lambda: Both([part_of(number) for number in range(len(parts))])
+        return lambda: Both([submit_part(number) for number in range(len(parts))])
 
     return Method(key, "", bind)
 
 
-def methods_of() -> dict[str, Method]:
+def name_of(ctas: int, pace_gbps: float | None) -> str:
+    return f"{ctas} CTA" + ("s" if ctas > 1 else "") + (f" at {pace_gbps:g}" if pace_gbps else "")
+
+
+def methods_of() -> list[Method]:
     """The bare copy first."""
-    alone = [by_paths(f"kernel, {ctas} CTAs", [("kernel", 1.0, ctas)]) for ctas in CTAS]
+    alone = [by_parts(f"kernel, {name_of(ctas, None)}", Part("kernel", 1.0, ctas)) for ctas in (1, 2)]
     shared = [
-        by_paths(f"dma {share:.0%}, kernel of {ctas}", [("dma", share, None), ("kernel", 1 - share, ctas)])
-        for ctas in CTAS
+        by_parts(f"dma {share:.0%}, kernel {name_of(*kernel)}", Part("dma", share), Part("kernel", 1 - share, *kernel))
+        for kernel in KERNELS
         for share in SHARES
     ]
-    rest = [METHODS["auto"], by_paths("dma", [("dma", 1.0, None)]), *alone, *shared]
-    return {"one bare copy": METHODS["loop"], **{method.key: method for method in rest}}
+    return [METHODS["loop"], METHODS["auto"], by_parts("dma", Part("dma", 1.0)), *alone, *shared]
+
+
+def measure(lab: Lab, load: Load, shape: Shape, direction: Direction, options: argparse.Namespace) -> Iterator[str]:
+    """A line a method, medians over the turns."""
+    places = lab.places((shape, Shape(1, shape.nbytes)))
+    jobs = [Job(lab, method, [places[number == 0]], [direction]) for number, method in enumerate(methods_of())]
+    paths = [lab.warm_up(job)[1] for job in jobs]
+    idle = [[lab.idle(job) for _ in range(options.turns)] for job in jobs]
+    windows: list[list[tuple[float, float]]] = [[] for _ in jobs]
+    with ThreadPoolExecutor(1) as thread:
+        before = beside._run_alone(lab.device, load, options.seconds)
+        for _ in range(options.turns):
+            for job, found in zip(jobs, windows, strict=True):
+                both = beside._run_both(lab, load, job, options.seconds, thread)
+                after = beside._run_alone(lab.device, load, options.seconds)
+                found.append((both.piece_seconds / statistics.mean((before, after)), both.gbps))
+                before = after
+    for method, path, found, calls in zip(methods_of(), paths, windows, idle, strict=True):
+        slowdown, gbps = (statistics.median(one) for one in zip(*found, strict=True))
+        whole, called = (statistics.median(one) * 1e3 for one in zip(*calls, strict=True))
+        name = "one bare copy" if method.key == "loop" else method.key
+        yield f"{name:28} {slowdown:.3f} at {gbps:5.1f} GB/s, held {called:6.3f} ms of {whole:6.3f} {path}"
 
 
 def main() -> None:
-    """A line a layout, direction and method: the step's slow-down, and GB/s of the copies."""
+    """A line a layout, size, direction and method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=None)
     parser.add_argument("--load", default="step")
@@ -110,35 +149,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="medians of so many")
     options = parser.parse_args()
     device = kvswap.Device(options.device)
-    nbytes = (256 if device.kind == "cuda" else 4) << 20
     load = load_for(device, options.load)
     print(f"{device.name} ({device.info['name']}), beside {load.name}")
-
-    def alone() -> float:
-        return beside._run_alone(device, load, options.seconds)
-
-    with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
+    with opened(device, 1) as lab:
         for family, size in layouts(LAYOUTS, None, ()):
-            (shape,) = family.of(size, nbytes)
-            for way in Direction:
-                places = lab.places((shape, Shape(1, nbytes)))
-                jobs = {
-                    key: Job(lab, method, [places[key == "one bare copy"]], [way])
-                    for key, method in methods_of().items()
-                }
-                found: dict[str, list[tuple[float, float]]] = {key: [] for key in jobs}
-                paths = {key: lab.warm_up(job)[1] for key, job in jobs.items()}
-                before = alone()
-                for _ in range(options.turns):
-                    for key, job in jobs.items():
-                        window = beside._run_both(lab, load, job, options.seconds, thread)
-                        after = alone()
-                        found[key].append((window.piece_seconds / statistics.mean((before, after)), window.gbps))
-                        before = after
-                for key, windows in found.items():
-                    slowdown, gbps = (statistics.median(one) for one in zip(*windows, strict=True))
-                    row = f"{family.key:18} {way.name} {key:22} {slowdown:.3f} at {gbps:5.1f} GB/s {paths[key]}"
-                    print(row, flush=True)
+            for mib in SIZES_MIB if device.kind == "cuda" else (4,):
+                (shape,) = family.of(size, mib << 20)
+                for direction in Direction:
+                    print(f"\n{family.key} {shape} {direction.name}")
+                    for line in measure(lab, load, shape, direction, options):
+                        print(line, flush=True)
 
 
 if __name__ == "__main__":
