@@ -5,6 +5,10 @@ long it took. Transfers of 64 tensors x 32 KiB, block-first, follow each other, 
 does nothing else, or records an event without timing, or one with timing. A bare copy of as many bytes is treated
 likewise. Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it
 runs.
+
+Copies are slower while a kernel or a mark waits for them in a hardware channel of the model's kind, odd or even. Other
+streams that work before take channels: with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, --streams 0 and 1 show
+rows that change.
 """
 
 from __future__ import annotations
@@ -67,12 +71,16 @@ def main() -> None:
     parser.add_argument("--load", default="step")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a window")
     parser.add_argument("--windows", type=int, default=3, help="of each, in turns; medians")
+    parser.add_argument("--streams", type=int, default=0, help="so many other streams work before the copies")
     options = parser.parse_args()
     device = kvswap.Device(options.device)
     block, blocks = (32 << 10, 128) if device.kind == "cuda" else (4 << 10, 16)
     load, marks = load_for(device, options.load), marks_on(_C.Stream(device))
+    others = [_C.Stream(device) for _ in range(options.streams)]
+    for stream in others:
+        _C._delay(device, 1e-6, stream)
     shapes = (Shape(64, block, blocks), Shape(1, 64 * block * blocks))
-    print(f"{device.name} ({device.info['name']}), beside {load.name}")
+    print(f"{device.name} ({device.info['name']}), beside {load.name}; {len(others)} other streams")
     with opened(device, 1) as lab, ThreadPoolExecutor(1) as thread:
         for way in Direction:
             for method, which in METHOD_SHAPES:

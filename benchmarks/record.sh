@@ -169,7 +169,7 @@ calls() {
 }
 
 # What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue; what marks
-# behind transfers cost them, half a minute; scattered transfers by two paths at once, under two minutes.
+# behind transfers cost them, and channels of the model's kind, two minutes; scattered transfers by two paths at once, five.
 load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {
@@ -182,7 +182,11 @@ load() {
           env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"
     done
     section marks.py timeout 60 python3 -P benchmarks/marks.py --device cuda:0
-    section two_paths.py timeout 150 python3 -P benchmarks/two_paths.py --device cuda:0
+    for streams in 0 1; do
+      section "CUDA_DEVICE_MAX_CONNECTIONS=32 marks.py --streams $streams" env CUDA_DEVICE_MAX_CONNECTIONS=32 \
+        timeout 60 python3 -P benchmarks/marks.py --device cuda:0 --streams "$streams"
+    done
+    section two_paths.py timeout 400 python3 -P benchmarks/two_paths.py --device cuda:0
   } | tee "$out/load.txt"
 }
 
