@@ -129,6 +129,7 @@ def measure(lab: Lab, load: Load, shape: Shape, direction: Direction, options: a
         before = beside._run_alone(lab.device, load, options.seconds)
         for _ in range(options.turns):
             for job, found in zip(jobs, windows, strict=True):
+                beside._warm_up(lab.device, load)
                 both = beside._run_both(lab, load, job, options.seconds, thread)
                 after = beside._run_alone(lab.device, load, options.seconds)
                 found.append((both.piece_seconds / statistics.mean((before, after)), both.gbps))
@@ -147,13 +148,15 @@ def main() -> None:
     parser.add_argument("--load", default="step")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a window")
     parser.add_argument("--turns", type=int, default=3, help="medians of so many")
+    parser.add_argument("--shape", action="append", choices=LAYOUTS, help="all three unless named")
+    parser.add_argument("--mib", type=int, action="append", help=f"of a transfer; {SIZES_MIB} unless named")
     options = parser.parse_args()
     device = kvswap.Device(options.device)
     load = load_for(device, options.load)
     print(f"{device.name} ({device.info['name']}), beside {load.name}")
     with opened(device, 1) as lab:
-        for family, size in layouts(LAYOUTS, None, ()):
-            for mib in SIZES_MIB if device.kind == "cuda" else (4,):
+        for family, size in layouts(options.shape or LAYOUTS, None, ()):
+            for mib in options.mib or (SIZES_MIB if device.kind == "cuda" else (4,)):
                 (shape,) = family.of(size, mib << 20)
                 for direction in Direction:
                     print(f"\n{family.key} {shape} {direction.name}")
