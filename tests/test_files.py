@@ -786,22 +786,15 @@ def test_a_child_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
     """It has copies of its parent's descriptors: neither when the store is closed nor when its process is killed may
     another writer find the directory locked."""
     script = f"""
-        import os, time, warnings
+        import os, warnings
+        from forks import fork_at_rest
         from kvswap.files import FileStore, Layout
         warnings.simplefilter("ignore")
         (ended, end), (lives, tell) = os.pipe(), os.pipe()
         def open_store():
             return FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
-        def busy(thread):
-            try:
-                with open(f"/proc/self/task/{{thread}}/stat") as file:
-                    return file.read().rpartition(")")[2].split()[0] != "S"
-            except OSError:  # it has ended
-                return False
         def in_a_child(call):
-            while any(busy(each) for each in os.listdir("/proc/self/task") if int(each) != os.getpid()):
-                time.sleep(0.001)  # AddressSanitizer's allocator, unlike glibc's, must not be in use at fork()
-            child = os.fork()
+            child = fork_at_rest()
             if child == 0:
                 call()
                 os._exit(0)
@@ -1454,12 +1447,13 @@ def test_a_forked_child(tmp_path: Path) -> None:
     script = f"""
         import os, warnings
         import numpy as np, kvswap
+        from forks import fork_at_rest
         from kvswap.files import FileStore, Layout
         warnings.simplefilter("ignore")
         store = FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
         data = np.ones((4, 5000), np.uint8)
         keys = [b"key-%d" % i for i in range(4)]
-        child = os.fork()
+        child = fork_at_rest()
         if child == 0:
             calls = (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close)
             for call in (*calls, store.stats, store.refresh, store.keys, lambda: store.pin(keys)):

@@ -480,6 +480,7 @@ def test_reading_and_tracing_leak_nothing() -> None:
 FORK = """
     import json, os, sys, tempfile, warnings
     import numpy as np, kvswap
+    from forks import fork_at_rest
     from kvswap import files, memory, metrics, offload
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
@@ -493,7 +494,7 @@ FORK = """
     handler = offload.SingleDirectionOffloadingHandler([gpu], [cpu], 1, refs, True, device=device)
     parent = metrics.snapshot()
     assert all(len(parent[part]) == 1 for part in ("devices", "files", "host_pools", "handlers")), parent
-    child = os.fork()
+    child = fork_at_rest()
     if child == 0:
         try:
             empty = metrics.snapshot()
