@@ -1,5 +1,5 @@
-"""Random operations over the whole public API against a model in NumPy: the program in tests/differential. In CI each
-test takes ``--long-seconds`` (5 by default). By hand, for a million operations:
+"""Random operations over the whole public API against a model in NumPy: the program in tests/differential. Each
+test takes ``--long-seconds`` (2 by default). By hand, for a million operations:
 
     python3 tests/differential --operations 1000000
     python3 tests/differential --device cuda:0 --operations 100000
