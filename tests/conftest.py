@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device-only", action="store_true", help="leave out tests that are the same whatever --device is"
     )
-    parser.addoption("--part", default="0/1", help="K/N: one in N of the sets of parameters, the K-th of 0 to N - 1")
+    parser.addoption("--part", default="0/1", help="K/N: one in N of the tests, the K-th of 0 to N - 1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,11 +99,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--part, --device-only. With --part tests without parameters stay, and which sets stay is the same everywhere."""
+    """--part, --device-only. With --part the same tests stay everywhere."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
-    takes = [("[" not in item.nodeid) | (crc32(item.nodeid.encode()) % parts == part) for item in items]
+    takes = [crc32(item.nodeid.encode()) % parts == part for item in items]
     if config.getoption("--device-only"):
         used = [set(getattr(item, "fixturenames", ())) for item in items]  # by a test and its fixtures
         takes = [taken and "device_name" in names for taken, names in zip(takes, used, strict=True)]
