@@ -99,7 +99,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--part, --device-only. With --part the same tests stay everywhere."""
+    """--part, which takes the same tests everywhere, and --device-only."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
