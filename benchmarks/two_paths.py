@@ -107,38 +107,41 @@ def name_of(ctas: int, pace_gbps: float | None) -> str:
     return f"{ctas} CTA" + ("s" if ctas > 1 else "") + (f" at {pace_gbps:g}" if pace_gbps else "")
 
 
-def methods_of() -> list[Method]:
-    """The bare copy first."""
+def methods_of() -> dict[str, Method]:
     alone = [by_parts(f"kernel, {name_of(ctas, None)}", Part("kernel", 1.0, ctas)) for ctas in (1, 2)]
     shared = [
         by_parts(f"dma {share:.0%}, kernel {name_of(*kernel)}", Part("dma", share), Part("kernel", 1 - share, *kernel))
         for kernel in KERNELS
         for share in SHARES
     ]
-    return [METHODS["loop"], METHODS["auto"], by_parts("dma", Part("dma", 1.0)), *alone, *shared]
+    rest = [METHODS["auto"], by_parts("dma", Part("dma", 1.0)), *alone, *shared]
+    return {beside._ONE_COPY: METHODS["loop"], **{method.key: method for method in rest}}
 
 
 def measure(lab: Lab, load: Load, shape: Shape, direction: Direction, options: argparse.Namespace) -> Iterator[str]:
-    """A line a method, medians over the turns."""
+    """A line a method, medians over the turns, which are those of kvswap bench --load."""
     places = lab.places((shape, Shape(1, shape.nbytes)))
-    jobs = [Job(lab, method, [places[number == 0]], [direction]) for number, method in enumerate(methods_of())]
-    paths = [lab.warm_up(job)[1] for job in jobs]
-    idle = [[lab.idle(job) for _ in range(options.turns)] for job in jobs]
-    windows: list[list[tuple[float, float]]] = [[] for _ in jobs]
+    jobs = {
+        key: Job(lab, method, [places[key == beside._ONE_COPY]], [direction]) for key, method in methods_of().items()
+    }
+    calls = {}
+    for key, job in jobs.items():
+        lab.warm_up(job)
+        calls[key] = [lab.idle(job) for _ in range(options.turns)]
+    samples = {key: beside._Samples() for key in jobs}
+    plan = beside.Plan(
+        lab.device, options.load, options.turns, options.seconds, shape.nbytes, (), (direction.name,), ()
+    )
     with ThreadPoolExecutor(1) as thread:
-        before = beside._run_alone(lab.device, load, options.seconds)
-        for _ in range(options.turns):
-            for job, found in zip(jobs, windows, strict=True):
-                beside._warm_up(lab.device, load)
-                both = beside._run_both(lab, load, job, options.seconds, thread)
-                after = beside._run_alone(lab.device, load, options.seconds)
-                found.append((both.piece_seconds / statistics.mean((before, after)), both.gbps))
-                before = after
-    for method, path, found, calls in zip(methods_of(), paths, windows, idle, strict=True):
-        slowdown, gbps = (statistics.median(one) for one in zip(*found, strict=True))
-        whole, called = (statistics.median(one) * 1e3 for one in zip(*calls, strict=True))
-        name = "one bare copy" if method.key == "loop" else method.key
-        yield f"{name:28} {slowdown:.3f} at {gbps:5.1f} GB/s, held {called:6.3f} ms of {whole:6.3f} {path}"
+        refused = beside._Turns(lab, load, plan, direction.name, thread)._pairs(jobs, samples)
+    for key, found in samples.items():
+        if key in refused:
+            yield f"{key:28} {refused[key]}"
+            continue
+        slowdown, gbps = statistics.median(found.slowdowns), statistics.median(found.rates)
+        whole, called = (statistics.median(one) * 1e3 for one in zip(*calls[key], strict=True))
+        taken = " ".join(path for path, _ in found.paths.most_common())
+        yield f"{key:28} {slowdown:.3f} at {gbps:5.1f} GB/s, held {called:6.3f} ms of {whole:6.3f} {taken}"
 
 
 def main() -> None:
