@@ -6,9 +6,9 @@ does nothing else, or records an event without timing, or one with timing. A bar
 likewise. Every byte of a window's last transfer is checked. Needs a GPU and torch; on a host device it shows that it
 runs.
 
-Copies are slower while a kernel or a mark waits for them in a hardware channel of the model's kind, odd or even. Other
-streams that work before take channels: with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, --streams 0 and 1 show
-rows that change.
+Copies are slower while a kernel waits for them in a hardware channel whose number is odd or even as the model's is.
+Streams that work first take channels, so that kvswap gets others: with CUDA_DEVICE_MAX_CONNECTIONS=32 in the
+environment, some rows are fast with --streams 0 and slow with --streams 1.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ calls() {
 }
 
 # What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue; what marks
-# behind transfers cost them, and channels of the model's kind, two minutes; scattered transfers by two paths at once, five.
+# behind transfers cost them, and other streams that work first, two minutes; a scattered transfer by two paths at once, five.
 load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {

@@ -8,8 +8,8 @@ import time
 
 
 def fork_at_rest() -> int:
-    """os.fork() when this process's other threads sleep. Of GCC 12's AddressSanitizer, unlike glibc, a lock of the
-    allocator that another thread holds at that moment is never released in the child."""
+    """os.fork() when this process's other threads sleep. Under GCC 12's AddressSanitizer, but not with glibc alone, a
+    lock of the allocator that another thread holds at the fork is never released in the child."""
 
     def works(thread: str) -> bool:
         try:
