@@ -17,7 +17,7 @@ CC = os.environ.get("CC") or "cc"
 
 # From the top down. "": status.c, beside the public headers.
 FOLDERS = [
-    {"offload", "files", "memory", "ipc", "remote"},
+    {"offload", "files", "hostpool", "ipc", "remote"},
     {"core"},
     {"plan"},
     {"host", "cuda"},
@@ -44,7 +44,7 @@ RINGS = [
     {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
     {"files/gds.c", "files/gds_worker.c"},
     {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
-    {f"memory/{name}.c" for name in ("hostpool", "hostpool_resize", "populate", "shared_file")},
+    {f"hostpool/{name}.c" for name in ("hostpool", "hostpool_resize", "populate", "shared_file")},
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {

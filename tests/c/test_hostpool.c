@@ -13,8 +13,8 @@
 
 #include "base/owner.h"
 #include "check.h"
-#include "memory/budget.h"
-#include "memory/hostpool.h"
+#include "hostpool/budget.h"
+#include "hostpool/hostpool.h"
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \

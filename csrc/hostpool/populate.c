@@ -7,8 +7,8 @@
 #include <stdlib.h>
 
 #include "base/thread.h"
-#include "memory/budget.h"
-#include "memory/hostpool.h"
+#include "hostpool/budget.h"
+#include "hostpool/hostpool.h"
 
 static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* pieces end at multiples, so that huge pages are not split */
 enum { USEFUL_THREADS = 16 };

@@ -1,6 +1,6 @@
 /* Host pools: geometry, mapping, opening and closing. populate.c has the threads, hostpool_resize.c growing and
  * shrinking. */
-#include "memory/hostpool.h"
+#include "hostpool/hostpool.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -13,7 +13,7 @@
 #include "core/metrics.h"
 #include "core/peer.h"
 #include "core/vacate.h"
-#include "memory/budget.h"
+#include "hostpool/budget.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */
 

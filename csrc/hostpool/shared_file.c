@@ -20,8 +20,8 @@
 #include <unistd.h>
 
 #include "base/owner.h"
-#include "memory/budget.h"
-#include "memory/hostpool.h"
+#include "hostpool/budget.h"
+#include "hostpool/hostpool.h"
 
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."

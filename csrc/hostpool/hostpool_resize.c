@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "memory/hostpool.h"
+#include "hostpool/hostpool.h"
 
 /* -- the table ------------------------------------------------------------------------------------------------- */
 

@@ -23,7 +23,7 @@
 #define KVS_HOSTPOOL_H
 
 #include "core/core.h"
-#include "memory/pages.h"
+#include "hostpool/pages.h"
 
 enum { KVS_CREW = 64, KVS_NOTICES = 2000 };
 

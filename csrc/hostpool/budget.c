@@ -4,7 +4,7 @@
  * applies. In a container the path in /proc/self/cgroup may start above the mounted part of the hierarchy; leading
  * components are then removed until the path names a folder. A group's usage includes page cache, which the kernel
  * reclaims on demand, so page cache is subtracted. */
-#include "memory/budget.h"
+#include "hostpool/budget.h"
 
 #include <inttypes.h>
 #include <stdio.h>

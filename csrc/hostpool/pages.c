@@ -1,5 +1,5 @@
 /* Pages of host memory. Newer kernel constants are defined here, since many systems have older headers. */
-#include "memory/pages.h"
+#include "hostpool/pages.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "memory/budget.h"
+#include "hostpool/budget.h"
 
 enum { POPULATE_WRITE = 23 };                                             /* MADV_POPULATE_WRITE, Linux 5.14 */
 enum { POLICY_PREFERRED = 1, POLICY_INTERLEAVE = 3, POLICY_OF_PAGE = 3 }; /* MPOL_*, MPOL_F_NODE | MPOL_F_ADDR */

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "base/owner.h"
-#include "memory/hostpool.h"
+#include "hostpool/hostpool.h"
 
 /* Values of a word: EMPTY, PUBLISHED, or the name of the process that writes the block. */
 enum { EMPTY = 0, PID_BITS = 22 };
