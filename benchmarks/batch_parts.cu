@@ -1,5 +1,5 @@
 // What cuMemcpyBatchAsync makes of one list given whole, in parts, and over several streams: the measurement behind
-// kvs_batch_part() in csrc/core/submit.h. Scattered blocks, 8192 of them or few; medians of 7; bytes are not checked
+// most_copies() in csrc/paths/parts.c. Scattered blocks, 8192 of them or few; medians of 7; bytes are not checked
 // here (kvswap bench does that).
 //
 //   nvcc -O2 -arch=native -o /tmp/batch_parts benchmarks/batch_parts.cu -lcuda && /tmp/batch_parts

@@ -4,14 +4,14 @@
  * gone through the caches before each measurement; fresh: other slots than the time before, of tables that the caches
  * hold as far as they fit; again: the same slots. Medians of 21 runs.
  *
- *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_hazard benchmarks/bench_hazard.c csrc/core/hazard.c && \
+ *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_hazard benchmarks/bench_hazard.c csrc/lanes/hazard.c && \
  *      /tmp/bench_hazard [slots] */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bench.h"
-#include "core/hazard.h"
+#include "lanes/hazard.h"
 
 enum { LANES = 12, MOST_BLOCKS = 8192, ELSEWHERE = 64 << 20 };
 

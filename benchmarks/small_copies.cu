@@ -1,5 +1,5 @@
 // How long a model's own small copies, and its kernels, wait behind 512 MiB that another stream copies, by how those
-// are given to the driver: the measurement behind csrc/core/parts.c and gap() in csrc/cuda/device.c. Bytes are not
+// are given to the driver: the measurement behind csrc/paths/parts.c and gap() in csrc/cuda/device.c. Bytes are not
 // checked here. CUDA_DEVICE_MAX_CONNECTIONS in the environment is what else matters.
 //
 //   nvcc -O2 -arch=native -o /tmp/small_copies benchmarks/small_copies.cu -lcuda && /tmp/small_copies

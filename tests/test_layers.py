@@ -15,31 +15,25 @@ from conftest import ROOT
 CSRC = ROOT / "csrc"
 CC = os.environ.get("CC") or "cc"
 
-# From the top down. "": status.c, beside the public headers.
+# From the top down. A folder may call itself and the folders of later rows. "": status.c, beside the public headers.
 FOLDERS = [
     {"offload", "files", "hostpool", "ipc", "remote"},
-    {"core"},
+    {"engine"},
+    {"calls"},
+    {"paths"},
+    {"memory"},
+    {"lanes"},
+    {"racecheck"},
     {"plan"},
     {"host", "cuda"},
     {"device"},
     {"base"},
     {"kernels"},
-]
-FOLDERS += [{""}]
-# Within core: a row may call itself and the rows below it, and no two files call each other.
-CORE = [
-    {"engine"},
-    {"swap", "move", "move_plan"},
-    {"submit", "choose"},
-    {"order", "pool", "vacate", "memory", "reclaim", "peer", "pattern", "metrics"},
-    {"burst", "slots", "launch", "issue", "parts"},
-    {"handle", "lane", "late", "transfer"},
-    {"buffers", "tables", "cover"},
-    {"registry", "failure", "hazard", "range", "racecheck", "clock", "watch", "move_room", "settle"},
+    {""},
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [
-    {"core/pool.c", "core/vacate.c"},
+    {"memory/pool.c", "memory/vacate.c"},
     {"host/queue.c", "host/run.c"},
     {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
     {"files/gds.c", "files/gds_worker.c"},
@@ -52,9 +46,9 @@ POINTERS = {
     "device/device.h": "a device's functions",
     "device/share.h": "the same, between processes and devices",
     "device/hooks.h": "the race checker listens",
-    "core/core.h": "destroy, free_imports: the end of an engine; release: the caller's own",
-    "core/registry.c": "servers stop first when the process ends",
-    "core/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
+    "lanes/state.h": "destroy, free_imports: the end of an engine; release: the caller's own",
+    "lanes/registry.c": "servers stop first when the process ends",
+    "lanes/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
     "files/item.h": "release: the caller's own",
     "host/queue.h": "a function that a stream calls",
@@ -86,18 +80,16 @@ def calls_between(objects: dict[str, Path]) -> Graph:
     return graph
 
 
-def rank(name: str) -> tuple[int, int]:
+def rank(name: str) -> int:
     folder = name.rpartition("/")[0]
     row = next((i for i, names in enumerate(FOLDERS) if folder in names), None)
     assert row is not None, f"{name}: its folder needs a row in FOLDERS"
-    inner = next((i for i, names in enumerate(CORE) if Path(name).stem in names), None) if folder == "core" else 0
-    assert inner is not None, f"{name}: it needs a row in CORE"
-    return row, inner
+    return row
 
 
 def upward(graph: Graph) -> list[str]:
     def wrong(caller: str, called: str) -> bool:
-        beside = rank(caller)[0] == rank(called)[0] and caller.rpartition("/")[0] != called.rpartition("/")[0]
+        beside = rank(caller) == rank(called) and caller.rpartition("/")[0] != called.rpartition("/")[0]
         return beside or rank(called) < rank(caller)
 
     return [
@@ -147,18 +139,18 @@ def test_no_file_calls_one_above_it(objects: dict[str, Path], tmp_path: Path) ->
         "int kvs_submit(void);\nint kvs_planted(void);\nint kvs_planted(void) { return kvs_submit(); }\n"
     )
     with_planted = {**objects, "plan/planted.c": compile_to(tmp_path, planted, "planted")}
-    assert upward(calls_between(with_planted)) == ["plan/planted.c calls core/submit.c: kvs_submit"]
+    assert upward(calls_between(with_planted)) == ["plan/planted.c calls paths/submit.c: kvs_submit"]
 
 
 def test_a_ring_is_found() -> None:
     graph: Graph = {
-        "core/lane.c": {"core/transfer.c": {"a"}},
-        "core/transfer.c": {"core/lane.c": {"b"}},
-        "core/issue.c": {},
+        "lanes/lane.c": {"lanes/transfer.c": {"a"}},
+        "lanes/transfer.c": {"lanes/lane.c": {"b"}},
+        "paths/issue.c": {},
     }
-    assert rings(graph) == [{"core/lane.c", "core/transfer.c"}]
-    assert upward({"core/lane.c": {"core/submit.c": {"a"}}, "files/sys.c": {"ipc/ipc.c": {"b"}}}) == [
-        "core/lane.c calls core/submit.c: a",
+    assert rings(graph) == [{"lanes/lane.c", "lanes/transfer.c"}]
+    assert upward({"lanes/lane.c": {"paths/submit.c": {"a"}}, "files/sys.c": {"ipc/ipc.c": {"b"}}}) == [
+        "lanes/lane.c calls paths/submit.c: a",
         "files/sys.c calls ipc/ipc.c: b",
     ]
 

@@ -43,27 +43,27 @@ ROWS = [
     {"cuda/abi.h", "cuda/abi_check.h", "cuda/driver.h", "cuda/device.h"},
     {f"host/{name}.h" for name in ("arena", "memory", "parts", "queue", "words", "copy", "kernel", "device")},
     {"hostpool/budget.h", "hostpool/pages.h", "ipc/exchange.h"},
-    {"plan/cost.h", "plan/plan.h", "plan/layout.h", "core/hazard.h", "core/racecheck.h", "core/clock.h"},
+    {"plan/cost.h", "plan/plan.h", "plan/layout.h", "lanes/hazard.h", "racecheck/racecheck.h", "racecheck/clock.h"},
     {"plan/calibration.h", "plan/packing.h", "plan/stride.h"},
-    {"core/launch.h", "core/reclaim.h"},
-    {"core/engine.h"},
-    {"core/core.h", "core/work.h", "core/pool.h"},
+    {"lanes/tables.h", "memory/reclaim.h"},
+    {"engine/engine.h"},
+    {"lanes/state.h", "lanes/work.h", "lanes/pool_state.h"},
     {
-        "core/peer.h",
-        "core/range.h",
-        "core/buffers.h",
-        "core/cover.h",
-        "core/metrics.h",
-        "core/registry.h",
-        "core/vacate.h",
-        "core/lane.h",
-        "core/transfer.h",
-        "core/late.h",
+        "lanes/peer.h",
+        "memory/range.h",
+        "lanes/buffers.h",
+        "memory/cover.h",
+        "engine/metrics.h",
+        "lanes/registry.h",
+        "memory/vacate.h",
+        "lanes/lane.h",
+        "lanes/transfer.h",
+        "lanes/late.h",
     },
     {"hostpool/hostpool.h", "ipc/serve.h"},
     {"offload/offload.h"},
-    {"core/submit.h", "core/slots.h"},
-    {"core/move.h"},
+    {"paths/submit.h", "paths/slots.h"},
+    {"calls/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
     {"files/notices.h", "files/events.h"},
@@ -74,7 +74,7 @@ ROWS = [
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
 PURE = (
-    {"core/hazard.c", "core/clock.c", "device/region.c"}
+    {"lanes/hazard.c", "racecheck/clock.c", "device/region.c"}
     | {f"files/{name}.c" for name in ("format", "index", "keys")}
     | {"remote/slot.c"}
 )
@@ -149,7 +149,7 @@ def test_includes_point_downward() -> None:
 
 def test_the_layers_of_sources() -> None:
     """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
-    above = {"core/engine.h", "core/core.h", "kvswap.h"}
+    above = {"engine/engine.h", "lanes/state.h", "kvswap.h"}
     wrong = []
     for path in CORE:
         if path.suffix != ".c":
@@ -168,7 +168,7 @@ def test_the_layers_of_sources() -> None:
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
     allowed = {
-        "core/engine.h",
+        "engine/engine.h",
         "kvswap.h",
         "kvswap_file.h",
         "kvswap_capi.h",
@@ -188,7 +188,7 @@ def test_the_bindings_use_the_surface() -> None:
         "testing.c": {"host/device.h", "device/hooks.h"},
     }
     more["remote.c"] = {"remote/slot.h"}
-    more["metrics.c"] = {"core/metrics.h"}
+    more["metrics.c"] = {"engine/metrics.h"}
     more["await.c"] = {"base/fork.h", "base/wait.h"}
     more["file_apart.c"] = {"base/thread.h"}
     more["event.c"] = more["handle.c"] = more["seam.c"] = {"device/share.h"}

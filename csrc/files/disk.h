@@ -9,7 +9,7 @@
 #ifndef KVS_FILE_DISK_H
 #define KVS_FILE_DISK_H
 
-#include "core/engine.h"
+#include "engine/engine.h"
 #include "files/sys.h"
 
 enum { KVS_DISK_THREADS = 64 };

@@ -29,7 +29,7 @@
 
 #include <stdatomic.h>
 
-#include "core/engine.h"
+#include "engine/engine.h"
 #include "files/engine.h"
 #include "files/index.h"
 

@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "base/thread.h"
-#include "core/engine.h"
+#include "engine/engine.h"
 #include "files/keys.h"
 #include "files/store.h"
 

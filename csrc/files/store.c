@@ -7,7 +7,7 @@
 
 #include "base/crc32c.h"
 #include "base/thread.h"
-#include "core/metrics.h"
+#include "engine/metrics.h"
 #include "files/cufile.h"
 #include "files/store.h"
 

@@ -6,7 +6,7 @@
 #define KVS_FILE_STORE_H
 
 #include "base/histogram.h"
-#include "core/engine.h"
+#include "engine/engine.h"
 #include "files/events.h"
 #include "files/format.h"
 #include "files/item.h"

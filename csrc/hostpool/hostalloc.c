@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "lanes/state.h"
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
 

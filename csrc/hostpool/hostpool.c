@@ -9,11 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/lane.h"
-#include "core/metrics.h"
-#include "core/peer.h"
-#include "core/vacate.h"
+#include "engine/metrics.h"
 #include "hostpool/budget.h"
+#include "lanes/lane.h"
+#include "lanes/peer.h"
+#include "memory/vacate.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */
 

@@ -22,8 +22,8 @@
 #ifndef KVS_HOSTPOOL_H
 #define KVS_HOSTPOOL_H
 
-#include "core/core.h"
 #include "hostpool/pages.h"
+#include "lanes/state.h"
 
 enum { KVS_CREW = 64, KVS_NOTICES = 2000 };
 

@@ -13,14 +13,14 @@
 #include <unistd.h>
 
 #include "base/owner.h"
-#include "core/core.h"
-#include "core/lane.h"
-#include "core/peer.h"
-#include "core/range.h"
-#include "core/registry.h"
-#include "core/vacate.h"
 #include "device/share.h"
 #include "ipc/serve.h"
+#include "lanes/lane.h"
+#include "lanes/peer.h"
+#include "lanes/registry.h"
+#include "lanes/state.h"
+#include "memory/range.h"
+#include "memory/vacate.h"
 
 struct kvs_import {
   struct kvs_import *next; /* guarded by engine->share_lock */

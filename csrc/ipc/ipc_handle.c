@@ -3,7 +3,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "lanes/state.h"
 
 int kvs_export_from_handle(struct kvs_engine *engine, const unsigned char handle[64], uint64_t nbytes,
                            struct kvs_export *made, struct kvs_error *err) {

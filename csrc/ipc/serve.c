@@ -28,9 +28,9 @@
 
 #include "base/owner.h"
 #include "base/thread.h"
-#include "core/registry.h"
 #include "device/share.h"
 #include "ipc/exchange.h"
+#include "lanes/registry.h"
 
 enum { REQUEST_MS = 1000, BACKLOG = 16, CLIENTS = 32, STALE_MOST = 1000 };
 

@@ -2,9 +2,9 @@
 #ifndef KVS_SERVE_H
 #define KVS_SERVE_H
 
-#include "core/core.h"
-#include "core/range.h"
 #include "kvswap_ipc.h"
+#include "lanes/state.h"
+#include "memory/range.h"
 
 /* Serve the chunks of an export to any process with its token, until the server is freed. Fills in socket, token and
  * nchunks. A server has one thread for all its clients, each with a deadline. */

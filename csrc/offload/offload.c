@@ -3,8 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/buffers.h"
-#include "core/cover.h"
+#include "lanes/buffers.h"
+#include "memory/cover.h"
 #include "offload/offload.h"
 
 static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: kernels take 32-bit slot numbers, and plans a bitmap */

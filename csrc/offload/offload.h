@@ -13,8 +13,8 @@
 #ifndef KVS_OFFLOAD_H
 #define KVS_OFFLOAD_H
 
-#include "core/core.h"
-#include "core/peer.h"
+#include "lanes/peer.h"
+#include "lanes/state.h"
 
 struct kvs_copy_group {
   struct kvs_tensor *tensors;

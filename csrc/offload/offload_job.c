@@ -3,8 +3,8 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-#include "core/buffers.h"
-#include "core/registry.h"
+#include "lanes/buffers.h"
+#include "lanes/registry.h"
 #include "offload/offload.h"
 
 /* -- a job ----------------------------------------------------------------------------------------------------- */

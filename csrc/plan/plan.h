@@ -1,5 +1,5 @@
 /* From ids and pointers to a validated, merged list of copies. Pure functions over arrays: no device, no clock, no
- * lock. These functions check ids, sizes and overlaps; the engine checks the kind of memory (core/cover.c). */
+ * lock. These functions check ids, sizes and overlaps; the engine checks the kind of memory (memory/cover.c). */
 #ifndef KVS_PLAN_H
 #define KVS_PLAN_H
 

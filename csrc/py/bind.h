@@ -13,7 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "../core/engine.h"
+#include "../engine/engine.h"
 
 /* module.c: its table has one row for each PyObject pointer. */
 struct kvs_py_state {

@@ -2,7 +2,7 @@
 #include <ctype.h>
 #include <string.h>
 
-#include "../core/metrics.h"
+#include "../engine/metrics.h"
 #include "host_pool.h"
 #include "options.h"
 

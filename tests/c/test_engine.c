@@ -7,11 +7,11 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/core.h"
-#include "core/reclaim.h"
-#include "core/slots.h"
 #include "device/hooks.h"
 #include "host/device.h"
+#include "lanes/state.h"
+#include "memory/reclaim.h"
+#include "paths/slots.h"
 
 enum { BLOCKS = 64, NBYTES = 768 };
 

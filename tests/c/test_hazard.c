@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "core/hazard.h"
+#include "lanes/hazard.h"
 
 /* -- the rules ------------------------------------------------------------------------------------------------- */
 

@@ -4,9 +4,9 @@
 #include <string.h>
 
 #include "check.h"
-#include "core/core.h"
-#include "core/submit.h"
 #include "kernels/kernels.h"
+#include "lanes/state.h"
+#include "paths/submit.h"
 
 enum { MOST = 64, LAYERS = 16 };
 static const int64_t SECONDS = 1000000000;

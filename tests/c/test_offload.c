@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "core/core.h"
+#include "lanes/state.h"
 #include "offload/offload.h"
 #include "plan/packing.h"
 

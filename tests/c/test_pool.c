@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/core.h"
 #include "device/hooks.h"
+#include "lanes/state.h"
 
 enum { BLOCKS = 16, NBYTES = 256, MEMORIES = 6 };
 static const int64_t PATIENCE = 20000000000;

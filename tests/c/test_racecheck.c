@@ -9,10 +9,10 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/clock.h"
-#include "core/racecheck.h"
 #include "device/hooks.h"
 #include "host/device.h"
+#include "racecheck/clock.h"
+#include "racecheck/racecheck.h"
 
 /* Asking for more memory than there can be returns NULL there too, as it does without the sanitizers. */
 const char *__asan_default_options(void);

@@ -8,9 +8,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/engine.h"
-#include "core/metrics.h"
 #include "device/device.h"
+#include "engine/engine.h"
+#include "engine/metrics.h"
 #include "kvswap_file.h"
 
 enum { THREADS = 10, DEVICES = 2, BLOCKS = 24, NBYTES = 768, POOL_BLOCKS = 32, KEYS = 48, LEAST = 8, MOST = 64 };

@@ -1,0 +1,483 @@
+/* kvs_move_blocks(): transfers between pools. Everything runs under the engine's hazard_lock, so the tables do not
+ * change between the check and the note of the transfer. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "calls/move.h"
+#include "device/share.h"
+#include "lanes/buffers.h"
+#include "lanes/late.h"
+#include "lanes/registry.h"
+#include "lanes/state.h"
+#include "memory/cover.h"
+#include "plan/layout.h"
+#include "racecheck/racecheck.h"
+
+/* -- checks ---------------------------------------------------------------------------------------------------- */
+
+static atomic_uint_fast64_t move_numbers;
+
+/* The engine of src[0] runs the transfer; pools may belong to one other engine. */
+static int check_engine(const struct kvs_engine *engine, const struct kvs_pool *pool, const char *side, size_t i,
+                        struct kvs_engine **other, struct kvs_error *err) {
+  if (pool->engine == engine || pool->engine == *other) return KVS_OK;
+  if (*other || !kvs_dev_can_wait_for(engine->device, pool->engine->device))
+    return kvs_fail(err, KVS_INVALID,
+                    "%s[%zu] is a pool of %s, src[0] of %s%s%s: a transfer is within one device, or between two of a "
+                    "kind",
+                    side, i, pool->engine->name, engine->name, *other ? ", and there is one of " : "",
+                    *other ? (*other)->name : "");
+  *other = pool->engine;
+  return KVS_OK;
+}
+
+static int check_pools(const struct kvs_move *move, struct kvs_engine **other, struct kvs_error *err) {
+  *other = NULL;
+  if (move->npairs == 0) return kvs_fail(err, KVS_INVALID, "src has no pools");
+  const struct kvs_engine *engine = move->src[0]->engine;
+  for (size_t i = 0; i < move->npairs; i++) {
+    const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
+    int status = check_engine(engine, src, "src", i, other, err);
+    if (!status) status = check_engine(engine, dst, "dst", i, other, err);
+    if (status) return status;
+    if (!move->parts && src->layout.block_nbytes != dst->layout.block_nbytes)
+      return kvs_fail(err, KVS_INVALID,
+                      "src[%zu] has blocks of %" PRIu64 " bytes, dst[%zu] of %" PRIu64
+                      ": name the parts that are to be moved",
+                      i, src->layout.block_nbytes, i, dst->layout.block_nbytes);
+  }
+  return KVS_OK;
+}
+
+/* The tables that the transfer reads and writes, each once. *shared: one table is both read and written. */
+static int find_touches(struct move_call *call, const struct kvs_options *options, bool *shared,
+                        struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  bool src_whole = call->ids && call->on_src, dst_whole = call->ids && !call->on_src;
+  bool by_caller = options->gpu_order == KVS_GPU_ORDER_STREAM;
+  struct kvs_touch *touches = call->room->touches;
+  uint64_t number = atomic_fetch_add(&move_numbers, 1) + 1;
+  *shared = false;
+  call->ntouches = 0;
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_pool *dst = move->dst[i];
+    if (dst->mark == number)
+      return kvs_fail(err, KVS_INVALID, "dst[%zu] (pool '%s') is named twice: its blocks would be written twice", i,
+                      dst->name);
+    dst->mark = number;
+    if (dst->table->write_mark != number && dst->engine == call->engine && !(dst_whole && by_caller))
+      touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true, .whole = dst_whole};
+    dst->table->write_mark = number;
+  }
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_table *table = move->src[i]->table;
+    if (table->write_mark == number) *shared = true;
+    if (table->read_mark != number && move->src[i]->engine == call->engine && !(src_whole && by_caller))
+      touches[call->ntouches++] = (struct kvs_touch){.table = table, .whole = src_whole};
+    table->read_mark = number;
+  }
+  if (!call->ids || !*shared) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID,
+                  "src and dst share slots: whether one is both read and written cannot be checked with %s on the "
+                  "device; pass ids.cpu()",
+                  call->on_src ? "src_ids" : "dst_ids");
+}
+
+/* Collect what to wait for on other engines. */
+static int find_foreign(const struct move_call *call, struct kvs_error *err) {
+  struct kvs_foreign_list *list = &call->room->foreign;
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->move->npairs; i++) {
+    struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
+    status = kvs_peer_collect(src, call->engine, list, err);
+    if (!status) status = kvs_peer_collect(dst, call->engine, list, err);
+    if (!status) status = kvs_peer_add_engine(src, call->engine, err);
+    if (!status) status = kvs_peer_add_engine(dst, call->engine, err);
+  }
+  return status;
+}
+
+/* The list of slots, bounded by the smallest pool. */
+static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct kvs_pool *const *pools, size_t npools,
+                                      char text[KVS_POOL_TEXT]) {
+  const struct kvs_pool *least = pools[0];
+  for (size_t i = 1; i < npools; i++)
+    if (pools[i]->layout.num_blocks < least->layout.num_blocks) least = pools[i];
+  snprintf(text, KVS_POOL_TEXT, "pool '%s'", least->name);
+  return (struct kvs_plan_slots){.ids = {slots, 8, count}, .blocks = least->layout.num_blocks, .pool = text};
+}
+
+/* Positions in place of slots that are not known. */
+static void copy_slots(const struct kvs_ids *ids, bool known, int64_t *slots) {
+  if (known) kvs_ids_copy(ids, slots);
+  for (size_t i = 0; !known && i < ids->count; i++) slots[i] = (int64_t)i;
+}
+
+static int take_slots(struct move_call *call, bool shared, struct kvs_work *work, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  struct kvs_scratch *scratch = work->scratch;
+  int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
+  bool src_known = !call->ids || !call->on_src, dst_known = !call->ids || call->on_src;
+  copy_slots(&move->src_ids, src_known, src);
+  copy_slots(&move->dst_ids, dst_known, dst);
+  char src_text[KVS_POOL_TEXT], dst_text[KVS_POOL_TEXT];
+  struct kvs_plan_slots from = slots_of(src, move->src_ids.count, move->src, move->npairs, src_text);
+  struct kvs_plan_slots to = slots_of(dst, move->dst_ids.count, move->dst, move->npairs, dst_text);
+  if (!src_known) from.ids.data = NULL;
+  if (!dst_known) to.ids.data = NULL;
+  if (call->ids) {
+    snprintf(call->room->holder, sizeof call->room->holder, "%s", src_known ? to.pool : from.pool);
+    work->on_device = (struct kvs_ids_side){.ids = call->ids,
+                                            .write = src_known,
+                                            .blocks = src_known ? to.blocks : from.blocks,
+                                            .tokens = kvs_tokens_of(call->ids),
+                                            .name = src_known ? "dst_ids" : "src_ids",
+                                            .holder = call->room->holder};
+  }
+  call->all_src = call->src = src;
+  call->all_dst = call->dst = dst;
+  call->all = call->count = move->src_ids.count;
+  return kvs_plan_check_slots(&from, &to, shared, &scratch->plan, err);
+}
+
+static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_pool *pool,
+                      const char *name, size_t index, bool write, struct kvs_error *err) {
+  struct kvs_side side = {.name = name, .index = index, .write = write};
+  return kvs_pool_check_open(pool, err)
+             ? err->status
+             : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
+}
+
+static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                       struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  for (size_t i = 0; i < move->npairs; i++) {
+    int status = cover_pool(call->engine, scratch, move->src[i], "src", i, false, err);
+    if (!status) status = cover_pool(call->engine, scratch, move->dst[i], "dst", i, true, err);
+    if (status) return status;
+    enum kvs_direction this = kvs_direction_of(kvs_regions_find(&scratch->regions, move->src[i]->layout.ptr),
+                                               kvs_regions_find(&scratch->regions, move->dst[i]->layout.ptr));
+    if (i == 0) *direction = this;
+    if (this != *direction)
+      return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
+                      i, kvs_direction_text(this), kvs_direction_text(*direction));
+  }
+  return KVS_OK;
+}
+
+/* -- parts ----------------------------------------------------------------------------------------------------- */
+
+/* Parts of a pair are in ascending order of offset, so no byte is written twice. */
+static int check_parts(const struct move_call *call, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  uint32_t layer = 0;
+  memset(call->room->next_byte, 0, move->npairs * sizeof *call->room->next_byte);
+  for (size_t i = 0; i < move->nparts; i++) {
+    const struct kvs_part *part = &move->parts[i];
+    if (part->pair >= move->npairs)
+      return kvs_fail(err, KVS_RANGE, "parts[%zu] is of pair %u; there are %zu pairs, from 0", i, part->pair,
+                      move->npairs);
+    if (part->layer != layer && (i == 0 || part->layer != layer + 1))
+      return kvs_fail(err, KVS_INVALID, "parts[%zu] is of layer %u after layer %u: layers begin at 0 and rise by 1", i,
+                      part->layer, layer);
+    layer = part->layer;
+    int status = kvs_layout_check_part(part, i, &move->src[part->pair]->layout, &move->dst[part->pair]->layout, err);
+    if (status) return status;
+    if (part->offset < call->room->next_byte[part->pair])
+      return kvs_fail(err, KVS_INVALID,
+                      "parts[%zu] begins at byte %" PRIu64
+                      " of a block of pair %u, but an earlier part ends at %" PRIu64,
+                      i, part->offset, part->pair, call->room->next_byte[part->pair]);
+    call->room->next_byte[part->pair] = kvs_part_end(part);
+  }
+  return KVS_OK;
+}
+
+static bool in_one_region(const struct kvs_regions *regions, const struct kvs_pool_layout *layout) {
+  const struct kvs_region *region = kvs_regions_find(regions, layout->ptr);
+  return kvs_layout_extent(layout) <= region->nbytes - (layout->ptr - region->base);
+}
+
+static struct kvs_part part_at(const struct move_call *call, size_t i) {
+  if (call->move->parts) return call->move->parts[i];
+  return (struct kvs_part){
+      .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
+}
+
+/* A rect must lie within one region on each side, and the driver must accept its pitch. */
+static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
+                       size_t from) {
+  struct kvs_rect rect;
+  const struct kvs_run_list *runs = &call->room->runs;
+  if (!call->rows) return false;
+  for (size_t r = from; r < runs->count; r++)
+    if (!kvs_move_rect(call, &runs->items[r], &rect)) return false;
+  return in_one_region(&scratch->regions, &call->move->src[part->pair]->layout) &&
+         in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
+}
+
+static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch, uint64_t *nbytes,
+                      struct kvs_error *err) {
+  struct kvs_run_list *runs = &call->room->runs;
+  *nbytes = 0;
+  memset(call->room->covered, 0, call->move->npairs * sizeof *call->room->covered);
+  for (size_t i = 0; i < call->nparts; i++) {
+    struct kvs_part part = part_at(call, i);
+    size_t from = runs->count;
+    int status =
+        kvs_layout_runs(&part, &call->move->src[part.pair]->layout, &call->move->dst[part.pair]->layout, runs, err);
+    if (status) return status;
+    call->room->parts[i] = (struct planned_part){part, runs->count, may_stride(call, scratch, &part, from)};
+    call->room->covered[part.pair] += part.rows * part.row_nbytes;
+    *nbytes += part.rows * part.row_nbytes;
+  }
+  return KVS_OK;
+}
+
+/* -- failures are passed on ---------------------------------------------------------------------------------------- */
+
+static struct kvs_settlement settlement_of(const struct move_call *call) {
+  return (struct kvs_settlement){.src = call->move->src,
+                                 .dst = call->move->dst,
+                                 .covered = call->room->covered,
+                                 .npairs = call->move->npairs,
+                                 .src_slots = call->all_src,
+                                 .dst_slots = call->all_dst,
+                                 .count = call->all};
+}
+
+/* A block that is written in part also depends on the undecided transfers that write the rest. */
+static void depend_on_the_rest(const struct move_call *call, struct kvs_work *work) {
+  const struct kvs_settlement settlement = settlement_of(call);
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    struct kvs_pool *dst = call->move->dst[i];
+    for (size_t b = 0; dst->failures.count && !kvs_settlement_whole(&settlement, i) && b < call->all; b++) {
+      const struct kvs_failure *failure = kvs_failures_get(&dst->failures, (uint64_t)call->all_dst[b]);
+      if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
+    }
+  }
+}
+
+/* The transfer is settled late: it depends on all undecided transfers that wrote any slot of the pool. */
+static void depend_on_all(struct kvs_pool *pool, struct kvs_work *work) {
+  for (uint64_t slot = 0; pool->failures.count && slot < pool->failures.slots; slot++) {
+    const struct kvs_failure *failure = kvs_failures_get(&pool->failures, slot);
+    if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
+  }
+}
+
+/* Drop the blocks whose source is lost, and note them in `work`. */
+static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
+  const struct kvs_settlement settlement = settlement_of(call);
+  int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
+  uint32_t *kept = call->room->positions, *lost = kept + call->all; /* kept grows from the front, lost from the back */
+  const struct kvs_pool *pool;
+  size_t n = 0, failures = 0;
+  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->failures.count;
+  if (!failures) return;
+  for (size_t i = 0; i < call->all; i++) {
+    const struct kvs_failure *failure = kvs_settlement_lost(&settlement, call->all_src[i], &pool, &work->dependencies);
+    if (!failure) {
+      src[n] = call->all_src[i];
+      dst[n] = call->all_dst[i];
+      kept[n++] = (uint32_t)i;
+      continue;
+    }
+    if (!work->nlost++) kvs_settlement_lost_error(&work->lost_error, i, call->all_src[i], pool, failure);
+    *--lost = (uint32_t)i;
+  }
+  work->lost = lost;
+  call->src = src;
+  call->dst = dst;
+  call->positions = kept;
+  call->count = n;
+}
+
+/* What failures of earlier transfers mean for this one. Where they, or the slots of this one, are not known yet, that
+ * is found when it ends. Then no block is left out. A block that is left out waits for nothing, so this transfer could
+ * end before an earlier one that writes the same slot. The earlier one would be settled last, and the slot, which is
+ * lost, would count as good. */
+static int follow_failures(struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  const struct kvs_settlement settlement = settlement_of(call);
+  bool late = call->on_src;
+  for (size_t i = 0; i < move->npairs; i++) late |= move->src[i]->late || move->dst[i]->late;
+  if (!late) leave_out_lost(call, work);
+  if (!late && !call->ids) {
+    depend_on_the_rest(call, work);
+    return KVS_OK;
+  }
+  if (call->other)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "a transfer whose ids are on the device still uses one of these pools: wait() for it before a "
+                    "transfer between two devices");
+  for (size_t i = 0; i < move->npairs; i++) {
+    depend_on_all(move->src[i], work);
+    depend_on_all(move->dst[i], work);
+  }
+  call->late = kvs_late_new(&settlement, call->nparts);
+  return call->late ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to follow a transfer of %zu blocks", call->all);
+}
+
+static void settle(const void *arg, const struct kvs_transfer *transfer) {
+  const struct move_call *call = arg;
+  const struct kvs_settlement settlement = settlement_of(call);
+  if (call->late)
+    kvs_late_add(call->late, (struct kvs_transfer *)transfer);
+  else
+    kvs_settle(&settlement, transfer);
+}
+
+/* -- the race checker ------------------------------------------------------------------------------------------ */
+
+/* The slots of ids on the device are told once they are known. */
+static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
+                       bool write, const struct kvs_race_accessor *accessor) {
+  const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
+  struct kvs_race_accessor side = *accessor;
+  side.write = write;
+  bool known = !call->ids || call->on_src == write;
+  const struct kvs_race_access access = {.device = call->engine->device,
+                                         .stream = transfer->lane->stream,
+                                         .pool = pool->number,
+                                         .slots = pool->layout.num_blocks,
+                                         .pool_name = pool->name,
+                                         .ids = !known  ? NULL
+                                                : write ? call->dst
+                                                        : call->src,
+                                         .count = known ? call->count : 0,
+                                         .write = write,
+                                         .begin = part->offset,
+                                         .end = kvs_part_end(part),
+                                         .accessor = &side};
+  if (known)
+    kvs_racecheck_access(&access);
+  else
+    kvs_late_reserve(call->late, &access);
+}
+
+static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
+                       const struct kvs_copies *copies, const struct kvs_rects *rects,
+                       const struct kvs_race_accessor *accessor) {
+  const struct move_call *call = arg;
+  (void)copies, (void)rects; /* parts name blocks directly */
+  for (size_t i = 0; i < call->nparts; i++) {
+    const struct kvs_part *part = &call->room->parts[i].part;
+    if (layer != SIZE_MAX && part->layer != layer) continue;
+    watch_side(call, transfer, part, false, accessor);
+    watch_side(call, transfer, part, true, accessor);
+  }
+}
+
+/* -- the call -------------------------------------------------------------------------------------------------- */
+
+static uint64_t count_entries(const struct move_call *call) {
+  uint64_t entries = 0;
+  for (size_t i = 0, r = 0; i < call->nparts; i++)
+    for (; r < call->room->parts[i].runs_end; r++)
+      entries += call->room->parts[i].strided ? call->count : call->count * call->room->runs.items[r].rows;
+  return entries;
+}
+
+/* The list on the device is that of the GPU's side. */
+static int check_ids(const struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
+                     enum kvs_direction direction, struct kvs_error *err) {
+  const char *name = call->on_src ? "src_ids" : "dst_ids";
+  if (call->other)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "%s is on the device: between two devices ids must be in host memory, ids.cpu()", name);
+  if (direction == (call->on_src ? KVS_H2D : KVS_D2H))
+    return kvs_fail(err, KVS_INVALID,
+                    "%s is on the device, but the transfer goes %s: only ids of the GPU's side may be on the device",
+                    name, kvs_direction_text(direction));
+  return kvs_check_device_ids(call->engine, scratch, options, name, call->on_src ? "dst_ids" : "src_ids",
+                              call->on_src ? call->move->dst_ids.count : call->move->src_ids.count, err);
+}
+
+static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
+                          struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  bool shared;
+  call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
+  int status = find_touches(call, options, &shared, err);
+  if (!status) status = find_foreign(call, err);
+  if (!status) status = take_slots(call, shared, work, err);
+  if (!status) status = cover_pools(call, scratch, &work->direction, err);
+  if (!status && call->ids) status = check_ids(call, scratch, options, work->direction, err);
+  if (!status && call->move->parts) status = check_parts(call, err);
+  if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
+  if (status) return status;
+  status = follow_failures(call, work, err);
+  if (status) return status;
+  work->nbytes *= call->all;
+  work->nblocks = call->all;
+  work->entries = count_entries(call);
+  work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
+  work->src_slots = call->src;
+  work->dst_slots = call->dst;
+  work->nslots = call->count;
+  work->touches = call->room->touches;
+  work->ntouches = call->ntouches;
+  work->foreign = &call->room->foreign;
+  status = kvs_check_layer_options(options, work->nlayers, err);
+  return status ? status : kvs_move_find_shape(call, work, options, err);
+}
+
+static int move_locked(struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
+                       struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct kvs_work work = {.scratch = scratch,
+                          .plan = kvs_move_plan,
+                          .layered = call->layered,
+                          .watch = watch_move,
+                          .settle = settle,
+                          .call = call};
+  kvs_late_settle_locked(call->engine);
+  if (call->other) kvs_late_settle_locked(call->other);
+  int status = check_and_plan(call, &work, options, err);
+  return status ? status : kvs_submit(call->engine, &work, options, transfer, err);
+}
+
+/* Ids on the device take the place of the list without data. */
+static int place_ids(struct kvs_move *move, struct move_call *call, const struct kvs_options *options,
+                     struct kvs_error *err) {
+  call->ids = options->device_ids;
+  if (!call->ids) return KVS_OK;
+  call->on_src = !move->src_ids.data;
+  if (!call->on_src && move->dst_ids.data)
+    return kvs_fail(err, KVS_INVALID,
+                    "device_ids is set, and both lists have data: the list that the ids stand for has none");
+  *(call->on_src ? &move->src_ids : &move->dst_ids) = (struct kvs_ids){.width = 8, .count = call->ids->count};
+  return KVS_OK;
+}
+
+int kvs_move_blocks(const struct kvs_move *asked, const struct kvs_options *given, struct kvs_transfer **transfer,
+                    struct kvs_error *err) {
+  struct kvs_engine *other;
+  struct kvs_options options;
+  struct kvs_move copy = *asked;
+  const struct kvs_move *move = &copy;
+  int status = check_pools(move, &other, err);
+  if (!status) status = kvs_open_for_work(move->src[0]->engine, err);
+  if (!status && other) status = kvs_open_for_work(other, err);
+  if (!status) status = kvs_options_resolve(move->src[0]->engine, given, &options, err);
+  if (status) return status;
+  struct move_call call = {
+      .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
+  status = place_ids(&copy, &call, &options, err);
+  if (status) return status;
+  struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
+  if (!scratch) return KVS_NOMEM;
+  size_t most = move->src_ids.count > move->dst_ids.count ? move->src_ids.count : move->dst_ids.count;
+  call.nparts = move->parts ? move->nparts : move->npairs;
+  status = kvs_move_make_room(scratch, move->npairs, call.nparts, most, err);
+  call.room = scratch->move;
+  if (!status) {
+    kvs_peer_lock(call.engine, call.other);
+    status = move_locked(&call, scratch, &options, transfer, err);
+    kvs_peer_unlock(call.engine, call.other);
+  }
+  if (call.late && status) kvs_late_free(call.late);
+  kvs_scratch_put(call.engine, scratch);
+  return status;
+}

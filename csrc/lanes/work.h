@@ -1,0 +1,151 @@
+/* The working state of one submitting call. For the core's own files only. */
+#ifndef KVS_WORK_H
+#define KVS_WORK_H
+
+#include "lanes/pool_state.h"
+#include "plan/cost.h"
+#include "plan/packing.h"
+#include "plan/plan.h"
+#include "plan/stride.h"
+
+struct kvs_move_scratch; /* defined in move.h */
+struct kvs_foreign_list; /* peer.h */
+
+/* Ends of a layer in the lists. */
+struct kvs_layer_end {
+  size_t copies, rects, rows;
+};
+
+/* The regions of a call's tensors, kept for the next call with the same tensors (cover.h). */
+struct kvs_cover {
+  struct kvs_tensor *tensors;
+  size_t ntensors, capacity;
+  struct kvs_regions regions;
+  uint64_t changes; /* engine->regions.changes at that call */
+  bool right;
+};
+
+/* Working memory of one submitting call. */
+struct kvs_scratch {
+  int64_t *ids; /* copies of the caller's ids, or pointers and sizes, each read once */
+  size_t ids_capacity;
+  struct kvs_copies copies, single; /* copies: merged; single: one entry a block, made only after a refusal */
+  struct kvs_rects rects;           /* the part of the plan that is rows at a pitch */
+  struct kvs_rows rows;             /* with the pairs of slots: the whole plan */
+  struct kvs_packing packing;
+  struct kvs_layer_end *layers; /* made if layers matter */
+  size_t nlayers, layers_capacity;
+  struct kvs_regions regions; /* regions that this call touches */
+  struct kvs_cover covers[2]; /* by direction */
+  struct kvs_move_scratch *move;
+  struct kvs_stacks stacks;
+  struct kvs_plan_scratch plan;
+  uint64_t since_ns; /* time of the call */
+  struct kvs_scratch *next;
+};
+
+/* The forms of a plan. There are as many copies as blocks of all tensors, so copies and rects are made only when a path
+ * wants them. Rows and pairs of slots are made at once. */
+enum kvs_form {
+  KVS_FORM_COPIES, /* scratch->copies, merged */
+  KVS_FORM_RECTS,  /* scratch->rects, and copies for the rest */
+  KVS_FORM_SINGLE, /* scratch->single: one copy a block, in the same order */
+};
+
+static inline void kvs_shape_add_rects(struct kvs_shape *shape, uint64_t rects, uint64_t rows, uint64_t row_nbytes,
+                                       uint64_t host_pitch) {
+  uint64_t all = rects * rows, apart = host_pitch == row_nbytes ? 0 : all;
+  shape->rects += rects;
+  shape->rect_rows += all;
+  shape->rect_nbytes += all * row_nbytes;
+  shape->apart_rows += apart;
+  shape->apart_nbytes += apart * row_nbytes;
+}
+
+static inline uint32_t kvs_tokens_of(const struct kvs_device_ids *ids) {
+  return ids->tokens > 1 ? (uint32_t)ids->tokens : 1;
+}
+
+/* A checked transfer, to be planned and submitted. */
+struct kvs_work {
+  struct kvs_scratch *scratch;
+  enum kvs_direction direction;
+  uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
+  struct kvs_shape shape;
+  int (*plan)(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
+  bool planned; /* KVS_FORM_COPIES is made */
+  bool grid;    /* rows and pairs of slots are made */
+  bool packed;  /* rows are packed for bursts */
+  bool layered; /* layers matter: lists are layer by layer, with marks */
+  /* Note the accesses of one layer, or of all (SIZE_MAX), to the race checker; the lists are the copies and rects of
+   * that layer. */
+  void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
+                const struct kvs_rects *, const struct kvs_race_accessor *);
+  const void *call;
+  size_t nlayers; /* possible layers */
+  const int64_t *src_slots, *dst_slots;
+  size_t nslots;
+  uint64_t cpu_slots; /* slots of the host's side are below this */
+  /* Ids on the device: positions in them stand in src_slots or dst_slots, in place of slots. */
+  struct kvs_ids_side {
+    const struct kvs_device_ids *ids; /* NULL: all slots are known */
+    bool write;                       /* they name destinations */
+    uint64_t blocks;                  /* good ids are below */
+    uint32_t tokens;                  /* ids a block, at least 1 */
+    const char *name, *holder;        /* for messages: "src_ids", "pool 'kv'" */
+  } on_device;
+  /* Transfers between pools only; their caller holds hazard_lock. */
+  const struct kvs_touch *touches;
+  size_t ntouches;
+  const struct kvs_foreign_list *foreign; /* NULL: no other engines */
+  const uint32_t *lost;                   /* blocks that are not copied, since their source is lost */
+  size_t nlost;
+  struct kvs_error lost_error;
+  uint64_t dependencies; /* dependency mask of the sources, for kvs_transfer.dependencies */
+  struct kvs_failure *
+      *outcome; /* one record for all transfers of a job, made when needed; NULL: one for this transfer */
+  void (*settle)(const void *call, const struct kvs_transfer *); /* called when the refused blocks are known */
+};
+
+/* swap.c */
+/* Arguments of kvs_swap_cache(). */
+struct kvs_cache_call {
+  const struct kvs_tensor *tensors;
+  size_t ntensors;
+  const struct kvs_ids *gpu_ids, *cpu_ids;
+  enum kvs_direction direction;
+  uint64_t max_pitch;
+  bool layered;
+};
+int kvs_cache_plan(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
+/* Find the regions and the shape of a checked call. The work has its slots already. */
+int kvs_cache_prepare(struct kvs_engine *, struct kvs_work *, const struct kvs_cache_call *, const struct kvs_options *,
+                      struct kvs_error *);
+/* Check options->device_ids (not NULL) and find their memory: they are as many as `count` on the other side. */
+int kvs_check_device_ids(struct kvs_engine *, struct kvs_scratch *, const struct kvs_options *, const char *name,
+                         const char *other, size_t count, struct kvs_error *);
+int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
+bool kvs_wants_layers(const struct kvs_options *);
+bool kvs_may_cross_seams(const struct kvs_regions *);
+enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
+const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
+
+/* submit.c */
+/* Fill in the engine's defaults where the caller's options (NULL: none) leave a choice. Once for each call. */
+int kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, struct kvs_options *, struct kvs_error *);
+/* Whether a call that moves `entries` blocks of all tensors may use rects; and rows with pairs of slots. */
+bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
+bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
+/* Compute the shape from the rows and the pairs of slots, without rects. Runs of the host's side are counted later,
+ * where they matter. `cpu_slots`: the host's slots are below this. */
+void kvs_find_shape(struct kvs_work *, uint64_t cpu_slots);
+int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
+               struct kvs_error *);
+
+/* order.c, on the lane that the caller holds. Before: the transfer's head waits for the start dependencies. Behind:
+ * later work waits for the lane stream. */
+int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
+int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+
+#endif

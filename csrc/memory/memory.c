@@ -1,0 +1,235 @@
+/* Memory that an engine allocates, registers and frees. */
+#include <inttypes.h>
+
+#include "lanes/lane.h"
+#include "lanes/peer.h"
+#include "lanes/state.h"
+#include "memory/range.h"
+#include "memory/vacate.h"
+
+/* -- allocating and registering -------------------------------------------------------------------------------- */
+
+static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
+
+int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enum kvs_origin origin,
+                   struct kvs_error *err) {
+  struct kvs_region region;
+  int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
+  if (status) return status;
+  region.origin = origin;
+  if (nbytes) { /* may be a part of the driver's region */
+    region.alias += ptr - region.base;
+    region.base = ptr;
+    region.nbytes = nbytes;
+  }
+  pthread_mutex_lock(&engine->memory_lock);
+  status = kvs_regions_add(&engine->regions, &region, err);
+  pthread_mutex_unlock(&engine->memory_lock);
+  return status;
+}
+
+static int alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                      struct kvs_error *err) {
+  if (kind == KVS_ALLOC_CHUNKS) return kvs_range_alloc(engine, nbytes, ptr, err);
+  return kind == KVS_ALLOC_HOST ? kvs_dev_host_alloc(engine->device, nbytes, ptr, err)
+                                : kvs_dev_alloc(engine->device, nbytes, ptr, err);
+}
+
+static void take_back(struct kvs_engine *engine, enum kvs_alloc kind, uint64_t ptr) {
+  struct kvs_error ignored;
+  if (kind == KVS_ALLOC_CHUNKS)
+    (void)kvs_range_free(engine, ptr, &ignored);
+  else
+    (void)(kind == KVS_ALLOC_HOST ? kvs_dev_host_free(engine->device, ptr, &ignored)
+                                  : kvs_dev_free(engine->device, ptr, &ignored));
+}
+
+int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
+  return kvs_engine_alloc_kind(engine, nbytes, host ? KVS_ALLOC_HOST : KVS_ALLOC_DEVICE, ptr, err);
+}
+
+int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                            uint64_t *ptr, struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
+  if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
+  int status = kvs_dev_check(device, err);
+  if (status) return status;
+  kvs_reclaim_retry(engine);
+  status = alloc_kind(engine, nbytes, kind, ptr, err);
+  if (status == KVS_NOMEM && kvs_reclaim_pending(engine)) { /* a pending free may make room */
+    (void)kvs_reclaim_drain(engine, timeout_ns);
+    status = alloc_kind(engine, nbytes, kind, ptr, err);
+  }
+  if (status) return status;
+  status = kvs_memory_add(engine, *ptr, kind == KVS_ALLOC_CHUNKS ? nbytes : 0, KVS_ORIGIN_ALLOCATED, err);
+  if (status) take_back(engine, kind, *ptr);
+  return status;
+}
+
+int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                          struct kvs_error *err) {
+  return kvs_engine_alloc_within(engine, nbytes, kind, DRAIN_NS, ptr, err);
+}
+
+static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region) {
+  pthread_mutex_lock(&engine->memory_lock);
+  const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
+  bool found = known && known->base == ptr && known->origin == origin;
+  if (found) *region = *known;
+  pthread_mutex_unlock(&engine->memory_lock);
+  return found;
+}
+
+static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
+                       struct kvs_error *err) {
+  static const char *const done[] = {[KVS_ORIGIN_OTHER] = "made",
+                                     [KVS_ORIGIN_ALLOCATED] = "allocated",
+                                     [KVS_ORIGIN_REGISTERED] = "registered",
+                                     [KVS_ORIGIN_IMPORTED] = "opened"};
+  int status = kvs_dev_check(engine->device, err);
+  if (status == KVS_FORKED) return status;
+  if (!known_region(engine, ptr, origin, region))
+    return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
+                    done[origin]);
+  if (!status && atomic_load(&engine->closed)) /* running work may never end, and the process is exiting */
+    return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
+  return status;
+}
+
+int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
+                      struct kvs_vacating *vacating, struct kvs_error *err) {
+  int status = check_known(engine, ptr, origin, region, err);
+  if (!status) status = kvs_engine_drain(engine, region, 0, err);
+  if (!status) status = kvs_peer_drain(engine, region, 0, err);
+  if (status && status != KVS_LOST) return status;
+  struct kvs_error busy;
+  if (vacating && kvs_vacate_begin(engine, region->base, region->nbytes, 0, vacating, &busy)) {
+    *err = busy;
+    return busy.status;
+  }
+  pthread_mutex_lock(&engine->memory_lock);
+  bool mine = kvs_regions_remove(&engine->regions, ptr, region);
+  pthread_mutex_unlock(&engine->memory_lock);
+  if (!mine) status = kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
+  if (vacating && status) kvs_vacate_end(vacating);
+  return status;
+}
+
+/* -- freeing: functions of reclaim tasks (memory/reclaim.h) and the calls that start them ---------------------------
+ */
+
+static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
+
+static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  uint64_t ptr = (uint64_t)(uintptr_t)what;
+  struct kvs_region region;
+  struct kvs_vacating vacating;
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, &vacating, err);
+  if (status) return status;
+  if (region.memory != KVS_MEMORY_DEVICE)
+    status = kvs_dev_host_free(engine->device, ptr, err);
+  else if (kvs_range_known(engine, ptr)) /* unmapping chunks does not wait for work, but the task already has */
+    status = kvs_range_free(engine, ptr, err);
+  else
+    status = kvs_dev_free(engine->device, ptr, err);
+  kvs_vacate_end(&vacating);
+  return status;
+}
+
+static int unregister_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  uint64_t ptr = (uint64_t)(uintptr_t)what;
+  struct kvs_region region;
+  struct kvs_error ignored;
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, NULL, err); /* it stays, pageable */
+  if (status) return status;
+  status = kvs_dev_host_unregister(engine->device, ptr, err);
+  if (status == KVS_REFUSED) /* the driver still has the registration, and the caller may retry */
+    (void)kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, &ignored);
+  return status;
+}
+
+int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
+  if (status && status != KVS_LOST) return status;
+  return kvs_reclaim_start(engine, free_now, as_what(ptr), task, err);
+}
+
+int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
+                                struct kvs_error *err) {
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  bool left = status == KVS_INVALID &&
+              kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* an earlier call left its result */
+  if (status && status != KVS_LOST && !left) return status;
+  return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
+}
+
+static int late(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_fail(err, KVS_TIMEOUT,
+                  "work of %s, or transfers that use this memory, had not ended after %.3g s: nothing was given back",
+                  engine->name, (double)timeout_ns / 1e9);
+}
+
+int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_reclaim *task;
+  int status = kvs_engine_free_start(engine, ptr, &task, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(task, DRAIN_NS, err);
+  bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
+  if (status != KVS_TIMEOUT) return status;
+  return withdrawn ? late(engine, DRAIN_NS, err) : KVS_OK; /* the driver's call is running */
+}
+
+void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
+  kvs_reclaim_later(engine, free_now, as_what(ptr));
+}
+
+int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_reclaim *task;
+  int status = kvs_engine_unregister_start(engine, ptr, &task, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(task, timeout_ns, err);
+  (void)kvs_reclaim_leave(task, KVS_LEAVE_RESULT);
+  return status == KVS_TIMEOUT ? late(engine, timeout_ns, err) : status;
+}
+
+int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  return kvs_engine_unregister_within(engine, ptr, DRAIN_NS, err);
+}
+
+/* Refuse ranges that this device allocated or registered. Ranges that other devices pinned, the driver refuses. */
+static int refuse_known(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&engine->memory_lock);
+  const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
+  if (!known) known = kvs_regions_after(&engine->regions, ptr);
+  if (known && known->base < ptr + nbytes)
+    status =
+        kvs_fail(err, KVS_INVALID,
+                 "[0x%" PRIx64 ", 0x%" PRIx64 ") overlaps [0x%" PRIx64 ", 0x%" PRIx64 "), which this device has %s",
+                 ptr, ptr + nbytes, known->base, known->base + known->nbytes,
+                 known->origin == KVS_ORIGIN_REGISTERED ? "registered already" : "allocated");
+  pthread_mutex_unlock(&engine->memory_lock);
+  return status;
+}
+
+int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  struct kvs_error ignored;
+  if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
+  if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
+  int status = kvs_dev_check(engine->device, err);
+  if (!status) status = refuse_known(engine, ptr, nbytes, err);
+  kvs_reclaim_forget(engine, unregister_now, as_what(ptr));
+  if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
+  if (status) return status;
+  status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);
+  if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
+  return status;
+}
+
+void kvs_memory_destroy(struct kvs_engine *engine) {
+  kvs_regions_clear(&engine->regions);
+  if (engine->free_imports) engine->free_imports(engine);
+  kvs_ranges_destroy(engine);
+}
