@@ -70,7 +70,7 @@ ROWS = [
     {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},
-    {"files/gds.h"},
+    {"files/gds.h", "files/mover.h"},
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
 PURE = (

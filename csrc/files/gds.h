@@ -55,6 +55,14 @@ struct kvs_gds {
   struct kvs_file_gds_handle *files; /* guarded by lock; one a segment */
 };
 
+/* Allocate staging in device memory and set store->gds. False: store->gds_note says why it must be pinned memory. */
+bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
+void kvs_file_gds_close(struct kvs_file_store *); /* no item is in flight any more; frees the staging */
+void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's request for the GDS threads */
+/* Checksum of the block in the item's staging; called by the thread that serves the request. On failure *code is the
+ * driver's code. */
+int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);
+
 /* gds.c: register a file with libcufile. A new descriptor is opened, since libcufile refuses some of the store's open
  * flags (O_NOFOLLOW). */
 int kvs_file_gds_register(struct kvs_gds *, int fd, struct kvs_file_gds_handle *, struct kvs_error *);

@@ -19,6 +19,8 @@
 #include <time.h>
 
 #include "base/crc32c.h"
+#include "files/gds.h"
+#include "files/mover.h"
 #include "files/store.h"
 
 static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* at most so much is verified again after a crash */

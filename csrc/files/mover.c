@@ -13,8 +13,9 @@
 
 #include "base/thread.h"
 #include "engine/engine.h"
+#include "files/gds.h"
 #include "files/keys.h"
-#include "files/store.h"
+#include "files/mover.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
 static const uint64_t STAGING_NBYTES = 128ull << 20;

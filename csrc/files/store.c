@@ -9,6 +9,7 @@
 #include "base/thread.h"
 #include "engine/metrics.h"
 #include "files/cufile.h"
+#include "files/mover.h"
 #include "files/store.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };

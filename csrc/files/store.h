@@ -199,22 +199,4 @@ int kvs_file_scan(struct kvs_file_store *, struct kvs_file_index *, struct kvs_e
 /* Replace what the index knows of a peer's blocks by what its headers say. */
 int kvs_file_scan_peer(struct kvs_file_store *, unsigned peer, struct kvs_error *);
 
-/* files/mover.c: pool blocks through staging. */
-int kvs_file_mover_open(struct kvs_file_store *, struct kvs_error *);
-void kvs_file_mover_close(struct kvs_file_store *); /* no item is in flight any more */
-int kvs_file_mover_prepare(struct kvs_file_transfer *, const struct kvs_file_blocks *, const struct kvs_file_options *,
-                           struct kvs_error *);   /* sets pools, slots and gate before submission */
-void kvs_file_mover_push(struct kvs_file_item *); /* the item holds its key and needs staging or waits for its gate */
-void kvs_file_mover_arrived(struct kvs_file_item *); /* read and verified: copy to the device */
-void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: free the staging slot */
-
-/* files/gds.c: GPUDirect Storage. */
-/* Allocate staging in device memory and set store->gds. False: store->gds_note says why it must be pinned memory. */
-bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
-void kvs_file_gds_close(struct kvs_file_store *); /* no item is in flight any more; frees the staging */
-void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's request for the GDS threads */
-/* Checksum of the block in the item's staging; called by the thread that serves the request. On failure *code is the
- * driver's code. */
-int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);
-
 #endif

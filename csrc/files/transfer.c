@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "files/keys.h"
+#include "files/mover.h"
 #include "files/store.h"
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers a direction; the first transfer is always admitted */
