@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.files import FileStore, FileTransfer, Layout
+from kvswap.identity import folder
 
 _log = logger("kvswap.files")
 _OPEN_AGAIN_SECONDS = 10.0
@@ -62,8 +62,7 @@ class SharedFiles:
     def __init__(
         self, directory: Directory, layout: Layout, capacity: int, may_write: bool, options: dict[str, Any]
     ) -> None:
-        name = hashlib.sha256(f"{layout.block_nbytes} {layout.text}".encode()).hexdigest()[:12]
-        self.folders = [Path(each, name) for each in ([directory] if isinstance(directory, str) else directory)]
+        self.folders = [folder(each, layout) for each in ([directory] if isinstance(directory, str) else directory)]
         self.layout, self.capacity, self.may_write = layout, capacity, may_write
         self.options = {**options, "shared": shares(directory, options)}
         self._lock = threading.Lock()
@@ -73,8 +72,8 @@ class SharedFiles:
         self._next_open = 0.0
         self._next_refresh = 0.0  # guarded by _refreshing, as is _seen
         self._seen: set[tuple[str, int]] = set()
-        for folder in self.folders:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in self.folders:
+            each.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open(at_start=True)
 
     @property
@@ -172,7 +171,7 @@ class SharedFiles:
         reads = {
             name: value for name, value in self.options.items() if name in ("engine", "depth", "queue", "buffered")
         }
-        if not all((folder / "store.kvs").exists() for folder in self.folders):
+        if not all((each / "store.kvs").exists() for each in self.folders):
             return  # the writer has not made it yet
         try:
             self._store = FileStore(self._place, self.layout, readonly=True, **reads)
@@ -206,7 +205,7 @@ class SharedFiles:
     def _files(self) -> set[tuple[str, int]]:
         """The segments, and when each was written to."""
         try:
-            found = [each for folder in self.folders for each in os.scandir(folder)]
+            found = [each for place in self.folders for each in os.scandir(place)]
             return {(each.path, each.stat().st_mtime_ns) for each in found if each.name.startswith("segment-")}
         except OSError:  # a file was removed meanwhile
             return {("", time.monotonic_ns())}

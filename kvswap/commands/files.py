@@ -152,11 +152,14 @@ def _open(directory: Path, *, readonly: bool) -> Iterator[FileStore]:
 
 
 def _stat(directory: Path, show: Output) -> Found:
+    from kvswap.identity import in_words
+
     with _open(directory, readonly=True) as store:
         stats, info, layout = store.stats(), store.info, _layout(directory)
+    words = in_words(layout.fields)
     slots, blocks, segments = stats["slots"], stats["blocks"], stats["segments"]
     rows = (
-        ("layout", layout.text),
+        *(words or [("layout", layout.text)]),
         ("a block", format_size(info["block_nbytes"])),
         ("blocks", f"{blocks:,} of {slots:,} slots, {format_size(blocks * info['block_nbytes'])}"),
         ("segments", f"{segments:,} of {format_size(info['segment_nbytes'])}, {format_size(stats['file_nbytes'])}"),
@@ -169,6 +172,7 @@ def _stat(directory: Path, show: Output) -> Found:
         show(f"{name:<{_HANG - 2}}  {value}", hang=_HANG)
     return {
         "layout": layout.text,
+        "identity": dict(words),
         "block_nbytes": info["block_nbytes"],
         "blocks": blocks,
         "slots": slots,

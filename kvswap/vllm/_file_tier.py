@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.files import FileStore, Layout
+from kvswap.identity import folder
 
 from . import _tier_stats
 
@@ -214,10 +215,9 @@ class FileTier(StoreTier):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         layout = layout_of(offloading_spec, self._stride)
-        name = hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12]
-        folders = [Path(one, name) for one in (directory if isinstance(directory, list | tuple) else [directory])]
-        for folder in folders:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders = [folder(one, layout) for one in (directory if isinstance(directory, list | tuple) else [directory])]
+        for each in folders:
+            each.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._events = _wants_events(offloading_spec, tier_type) if enable_kv_events else False
         options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
         options |= {"events": _EVENTS} if self._events else {}
