@@ -27,23 +27,8 @@ Directory = str | list[str]
 
 def shares(directory: Directory, options: dict[str, Any]) -> bool:
     """Whether all processes write."""
-    shared: bool = options.get("shared", True)  # check_flags() has seen it
+    shared: bool = options.get("shared", True)
     return shared and (isinstance(directory, str) or len(directory) == 1)
-
-
-def check_flags(options: dict[str, Any], where: str) -> None:
-    """ValueError: a flag is no boolean. Strings are refused, since "false" would count as true."""
-    for name in ("shared", "buffered"):
-        value = options.get(name, False)
-        if not isinstance(value, bool):
-            raise ValueError(f'"{name}" of {where} is {value!r}; it is true or false')
-
-
-def check_directory(directory: Any, where: str) -> None:
-    """ValueError: it is neither a path nor a list of paths."""
-    paths = directory if isinstance(directory, list) else [directory]
-    if not paths or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError(f'{where} needs "directory": the path of kvswap\'s files, or a list of paths on several disks')
 
 
 class SharedFiles:

@@ -314,6 +314,11 @@ def test_closing_ends_what_is_running(tmp_path: Path) -> None:
         ({"capacity": 0}, "capacity"),
         ({"shared": "false"}, "\"shared\" of adapter_params is 'false'; it is true or false"),
         ({"buffered": None}, '"buffered" of adapter_params is None; it is true or false'),
+        ({"capacity": None}, 'adapter_params needs "capacity"'),
+        ({"directory": "kv"}, "absolute path"),
+        ({"name": 3}, '"name" of adapter_params is 3'),
+        ({"durabilty": "fsync"}, 'is "durability" meant'),
+        ({"queue": 0}, '"queue" of adapter_params is 0'),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, given: dict[str, Any], match: str) -> None:

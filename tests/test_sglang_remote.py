@@ -150,10 +150,10 @@ def test_each_pool_has_its_nodes(tmp_path: Path, nodes: Any) -> None:
     ("extra", "sizes", "complaint"),
     [
         ({"nodes": None}, KV, '"nodes": the path of the list of nodes'),
-        ({"key": 3}, KV, '"key": the path'),
+        ({"key": 3}, KV, '"key" of .* is 3; it is the path'),
         ({"interface_v1": 0}, KV, "interface_v1"),
         ({}, LAYERS, "pages of host pool kv have 6 pieces"),
-        ({"replicas": 0}, KV, "replicas is 0"),
+        ({"replicas": 0}, KV, "replicas.* is 0"),
     ],
     ids=["no nodes", "no key", "no interface", "layers", "no replicas"],
 )
@@ -167,7 +167,10 @@ def test_a_list_that_is_not_there(tmp_path: Path, nodes: Any) -> None:
         storage(tmp_path, HostPool(KV), extra={"nodes": str(tmp_path / "none")})
 
 
-def test_a_key_of_the_files_is_told(tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_of_the_files_is_told(
+    tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvswap._options._warned", set())
     made = storage(tmp_path, HostPool(KV), extra={"directory": "/tmp"})
     assert "does not know directory" in caplog.text
     made.close()

@@ -454,6 +454,10 @@ def test_figures_for_sglangs_metrics(tmp_path: Path) -> None:
         ({"capacity": True}, {}, "capacity"),
         ({"shared": "false"}, {}, "\"shared\" of .*'false'; it is true or false"),
         ({"buffered": 0}, {}, '"buffered" of .* 0; it is true or false'),
+        ({"capacity": "500G"}, {}, '"500GiB"'),
+        ({"directory": "kv"}, {}, "absolute path"),
+        ({"depth": "8"}, {}, '"depth" of .* from 1 to 256'),
+        ({"engine": "uring"}, {}, "one of auto, threads, io_uring"),
         ({}, {"should_split_heads": True}, "tp_lcm_size"),
         ({}, {"dcp_size": 2}, "decode context"),
     ],
@@ -490,10 +494,19 @@ def test_calls_without_interface_v1_say_what_is_missing(tmp_path: Path) -> None:
     made.close()
 
 
-def test_a_misspelt_key_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_that_kvswap_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own are no surprise, those of another backend are ignored, and a misspelt one is refused."""
+    monkeypatch.setattr("kvswap._options._warned", set())
+    theirs = {"prefetch_threshold": 1, "hicache_storage_pass_prefix_keys": True}
     with caplog.at_level(logging.WARNING):
-        storage(tmp_path, HostPool(KV), extra={"durabilty": "fsync"}).close()
-    assert "does not know durabilty of" in caplog.text and "there are buffered, capacity," in caplog.text
+        for _ in range(2):
+            storage(tmp_path, HostPool(KV), extra={"hashing": "x", "~": 1, **theirs}).close()
+    (said,) = [record.getMessage() for record in caplog.records if "does not know" in record.getMessage()]
+    assert "does not know hashing, ~ of" in said and "there are buffered, capacity," in said
+    with pytest.raises(ValueError, match=r'has "durabilty".*is "durability" meant'):
+        storage(tmp_path, HostPool(KV), extra={"durabilty": "fsync"})
 
 
 def test_importing_it_needs_no_sglang() -> None:

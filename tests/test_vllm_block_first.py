@@ -168,5 +168,5 @@ def test_a_child_of_a_connector_prefers_what_its_siblings_do() -> None:
 
 
 def test_the_option_is_true_or_false() -> None:
-    with pytest.raises(ValueError, match="kvswap_block_first is 'yes'; it is true or false"):
+    with pytest.raises(ValueError, match=r"kvswap_block_first.* is 'yes'; it is true or false"):
         _block_first.why_not(config(kvswap_block_first="yes"))

@@ -119,6 +119,37 @@ def test_blocks_go_down_and_come_up(rig: Rig) -> None:
     assert (np.delete(rig.memory, [5, 6], axis=0) == 0xEE).all()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enable_kv_events": "false"}, '"enable_kv_events" of .*"FileTier".* \'false\'; it is true or false'),
+        ({"directory": ""}, '"directory" of .* absolute path'),
+        ({"directory": "kv"}, '"directory" of .* absolute path'),
+        ({"directory": []}, '"directory" of .* absolute path'),
+        ({"capacity": None}, 'needs "capacity"'),
+        ({"capacity": True}, '"capacity" of .* is True'),
+        ({"capacity": "500G"}, '"500GiB"'),
+        ({"durability": "sync"}, "one of none, flush, fsync"),
+        ({"depth": "8"}, '"depth" of'),
+        ({"enable_kv_event": True}, 'is "enable_kv_events" meant'),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    options = {"type": "FileTier", "directory": str(tmp_path), "capacity": 8 << 20, **given}
+    options |= {"module_path": "kvswap.vllm"} if BY_PATH else {}
+    memory = np.zeros((CHUNKS, NBYTES), np.uint8)
+    with pytest.raises(ValueError, match=said):
+        Factory.create_secondary_tier(options, memoryview(memory), spec())
+
+
+def test_a_directory_below_home_and_a_size_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    rig = Rig(Path("~/kv"), capacity="8MiB", nodes="/somewhere")
+    assert rig.tier._store.stats()["blocks"] == 0 and (tmp_path / "kv").is_dir() and not (tmp_path / "~").exists()
+    rig.tier.shutdown()
+
+
 def test_it_is_a_tier_as_vllm_has_them(rig: Rig) -> None:
     assert isinstance(rig.tier, tiering.SecondaryTierManager)
     rig.tier.on_new_request(rig.context)

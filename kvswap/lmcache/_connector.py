@@ -22,14 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvswap import _C
+from kvswap import _C, _options
 from kvswap._devices import log_build
 from kvswap._log import into, logger
-from kvswap._shared_files import Directory, SharedFiles, check_directory, check_flags
+from kvswap._shared_files import SharedFiles
 from kvswap.files import FileTransfer, Layout
 
 _log = logger("kvswap.lmcache")
 _MOST_KEY = 512
+_OPTIONS = (*_options.SHARED_FILES, _options.text("name", ""))
 _PAUSE = 0.01  # seconds until the next look, where waiting itself has failed
 _Completion = tuple[int, bool, str, list[bool] | None]
 
@@ -60,28 +61,15 @@ class FileConnector:
     """
 
     def __init__(
-        self,
-        directory: Directory,
-        capacity: int,
-        *,
-        name: str = "",
-        durability: str = "none",
-        engine: str = "auto",
-        depth: int | None = None,
-        queue: int | None = None,
-        buffered: bool = False,
-        shared: bool = True,
+        self, directory: str | list[str] | None = None, capacity: int | str | None = None, **options: Any
     ) -> None:
         into("lmcache")
         log_build()
-        check_directory(directory, "adapter_params")
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f'"capacity" of adapter_params is {capacity!r}: must be the bytes of the files, an int')
-        self._directories = [directory] if isinstance(directory, str) else directory
-        self._capacity, self._name = capacity, name
-        options = {"durability": durability, "engine": engine, "depth": depth, "queue": queue, "buffered": buffered}
-        self._options: dict[str, Any] = {**options, "shared": shared}
-        check_flags(self._options, "adapter_params")
+        given = {"directory": directory, "capacity": capacity, **options}
+        self._options = _options.read(given, _OPTIONS, "adapter_params")
+        place = self._options.pop("directory")
+        self._directories: list[str] = place if isinstance(place, list) else [place]
+        self._capacity, self._name = self._options.pop("capacity"), self._options.pop("name")
         self._opening = threading.Lock()
         self._stores: dict[int, SharedFiles] = {}  # by bytes of an object; guarded by _opening
         self._lock = threading.Lock()

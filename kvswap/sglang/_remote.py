@@ -10,8 +10,10 @@ of one size. SGLang's storage threads may wait, and do so for a node at most as 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvswap import _options
 from kvswap._log import logger
 from kvswap.sglang._pages import Pages, PageStore
 from kvswap.sglang._storage import FileStorage
@@ -20,7 +22,14 @@ if TYPE_CHECKING:
     from kvswap.remote import RemoteStore, RemoteTransfer
 
 _log = logger("kvswap.sglang")
-_DEFAULTS = {"replicas": 1, "queue": 128, "timeout": 5.0, "staging_nbytes": 64 << 20}
+_NODES = _options.path("nodes", "the list of nodes")
+
+
+def _take_nodes(value: Any) -> Any:
+    """One list for all host pools, or one a pool."""
+    return {name: _NODES.take(each) for name, each in value.items()} if isinstance(value, dict) else _NODES.take(value)
+
+
 _MOST_KEYS = 1 << 20  # that clear() can delete
 
 
@@ -77,16 +86,7 @@ class RemoteStorage(FileStorage):
     replicas, queue, timeout, staging_nbytes: as for kvswap.remote.RemoteStore.
     """
 
-    _known = frozenset(_DEFAULTS) | {"nodes", "key"}
-
-    def _check_place(self) -> None:
-        nodes, key = self._extra.get("nodes"), self._extra.get("key")
-        paths = [*nodes.values()] if isinstance(nodes, dict) else [nodes]
-        if not paths or not all(isinstance(path, str) and path for path in (*paths, key)):
-            raise ValueError(
-                'the storage backend\'s extra config needs "nodes": the path of the list of nodes (or {pool: path}), '
-                'and "key": the path of this client\'s key pair'
-            )
+    _known = (*_options.REMOTE, replace(_NODES, allowed=f"{_NODES.allowed}; or {{pool: path}}", take=_take_nodes))
 
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
         from kvswap.remote import RemoteStore
@@ -96,12 +96,11 @@ class RemoteStorage(FileStorage):
                 f"pages of host pool {name} have {len(pages.sizes)} pieces: RemoteStorage takes pages of one piece, or "
                 "of two of equal size, as in SGLang's page_first layouts"
             )
-        nodes = self._extra["nodes"]
+        options = dict(self._options)
+        nodes = options.pop("nodes")
         if isinstance(nodes, dict) and name not in nodes:
             raise ValueError(f'host pool {name} has no list of nodes: "nodes" has {", ".join(sorted(nodes))}')
-        options = {key: self._extra.get(key, default) for key, default in _DEFAULTS.items()}
-        listed = nodes[name] if isinstance(nodes, dict) else nodes
-        store = RemoteStore(listed, pages.layout, key=self._extra["key"], **options)
+        store = RemoteStore(nodes[name] if isinstance(nodes, dict) else nodes, pages.layout, **options)
         _log.info("pages of %s: %s; blocks of %d bytes", name, store, pages.layout.block_nbytes)
         return _Nodes(store, self._may_write(name))
 

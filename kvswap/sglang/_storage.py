@@ -16,8 +16,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
+from kvswap import _options
 from kvswap._log import logger
-from kvswap._shared_files import SharedFiles, check_directory, check_flags, shares
+from kvswap._shared_files import SharedFiles, shares
 from kvswap.sglang._pages import Pages, PageStore
 
 _log = logger("kvswap.sglang")
@@ -27,7 +28,7 @@ _FOR_SGLANG = {
     "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 }  # fmt: skip
 _MOST_MOVES = 4096
-_FOR_FILES = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False, "shared": True}
+_EXTRA = "the storage backend's extra config"
 
 
 class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missing when types are checked
@@ -44,18 +45,14 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
       False, for network file systems, and a list of directories: the first process writes, the others read.
     """
 
-    _known = frozenset(_FOR_FILES) | {"directory", "capacity"}  # keys of the extra config
+    _known: tuple[_options.Option, ...] = _options.SHARED_FILES  # of the extra config
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         del kwargs
         self._config = storage_config
-        self._extra = dict(storage_config.extra_config or {})
-        unknown = sorted(self._extra.keys() - _FOR_SGLANG - self._known)
-        if unknown:
-            text = "kvswap does not know %s of the storage backend's extra config; of kvswap's there are %s"
-            _log.warning(text, ", ".join(unknown), ", ".join(sorted(self._known)))
-        _check(storage_config, self._extra)
-        self._check_place()
+        extra = storage_config.extra_config
+        self._options = _options.read(extra, self._known, _EXTRA, theirs=_FOR_SGLANG)
+        _check(storage_config, extra or {})
         self._lock = threading.Lock()
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
         self._pages: dict[str, Pages] = {}
@@ -97,26 +94,15 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             _log.info("pages of %s: %d pieces of %s bytes, %s", name, len(pages.sizes), set(pages.sizes), how)
         self._pages.update(new)
 
-    def _check_place(self) -> None:
-        """ValueError: the extra config does not say where pages go."""
-        check_directory(self._extra.get("directory"), "the storage backend's extra config")
-        check_flags(self._extra, "the storage backend's extra config")
-        capacity = self._extra.get("capacity")
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(
-                f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int; '
-                "536870912000 is 500 GiB"
-            )
-
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
         """The store of a pool's pages; total: disk_nbytes of all pools."""
-        options = {name: self._extra.get(name, default) for name, default in _FOR_FILES.items()}
-        capacity = int(self._extra["capacity"]) * pages.disk_nbytes // total
-        return SharedFiles(self._extra["directory"], pages.layout, capacity, self._may_write(name), options)
+        options = dict(self._options)
+        directory, capacity = options.pop("directory"), options.pop("capacity") * pages.disk_nbytes // total
+        return SharedFiles(directory, pages.layout, capacity, self._may_write(name), options)
 
     def _engines_share(self) -> bool:
         """Whether engines find each other's pages."""
-        return shares(self._extra["directory"], self._extra)
+        return shares(self._options["directory"], self._options)
 
     def _pages_of(self, name: Any) -> Pages | None:
         pages = self._pages.get(str(name))

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvswap import _C
+from kvswap import _C, _options
 from kvswap._log import logger
 from kvswap.files import FileStore, Layout
 from kvswap.identity import folder
@@ -51,6 +51,7 @@ _EVENTS = 1 << 20  # kept until vLLM takes them
 # the request.
 _UNREADABLE_SECONDS = 60.0
 _MOST_UNREADABLE = 1 << 16
+_OPTIONS = (*_options.FILES, _options.flag("enable_kv_events", False))
 
 
 @dataclass
@@ -203,25 +204,20 @@ class FileTier(StoreTier):
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        directory: str | list[str],
-        capacity: int,
-        durability: str = "none",
-        engine: str = "auto",
-        depth: int | None = None,
-        queue: int | None = None,
-        enable_kv_events: bool = False,
         locality: str | None = None,
         backpressure_detector: Any = None,
+        **options: Any,
     ) -> None:
+        given = _options.read(options, _OPTIONS, tier_of(tier_type))
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         layout = layout_of(offloading_spec, self._stride)
-        folders = [folder(one, layout) for one in (directory if isinstance(directory, list | tuple) else [directory])]
+        directory, capacity = given.pop("directory"), given.pop("capacity")
+        folders = [folder(one, layout) for one in (directory if isinstance(directory, list) else [directory])]
         for each in folders:
             each.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._events = _wants_events(offloading_spec, tier_type) if enable_kv_events else False
-        options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
-        options |= {"events": _EVENTS} if self._events else {}
-        self._store, self._readonly = _open(folders, layout, capacity, options)
+        self._events = _wants_events(offloading_spec, tier_type) if given.pop("enable_kv_events") else False
+        given |= {"events": _EVENTS} if self._events else {}
+        self._store, self._readonly = _open(folders, layout, capacity, given)
         _log.info("file tier %s: %s, %s", ", ".join(map(str, folders)), self._store, self._store.info)
 
     def take_events(self) -> Iterable[Any]:
@@ -239,6 +235,11 @@ class FileTier(StoreTier):
                 "locality": getattr(self, "locality", None),
             }
             yield offload_base.OffloadingEvent(**{name: told[name] for name in told if name in _EVENT_FIELDS})
+
+
+def tier_of(tier_type: str) -> str:
+    """What messages call a tier's entry of the configuration."""
+    return f'the entry "{tier_type}" of secondary_tiers'
 
 
 def _takes_detector() -> bool:

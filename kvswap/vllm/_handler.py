@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from kvswap import _C
+from kvswap import _C, _options
 from kvswap._log import logger
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 from kvswap.offload._layout import share_tensors
@@ -18,55 +17,56 @@ from kvswap.vllm._parts import cut_blocks
 
 _logger = logger("kvswap.vllm")
 
-_PATHS = get_args(Path)
-_PRIORITIES = ("normal", "high", "background")
-_WAIT_TIMEOUT = 300.0  # seconds
+_WAIT, _WAIT_TIMEOUT = "kvswap_wait_timeout_s", 300.0  # null, for no limit, is not the default
 _LOG_EVERY = 60.0  # seconds
 _SHARED_MS = 1.0
-_BUDGET = 1 << 30  # bytes, of sync_load_budget_bytes under kvswap_overlap
+_STEP_BUDGET = "sync_load_budget_bytes"  # vLLM's too
+_BUDGET = 1 << 30  # its default under kvswap_overlap
+_NOT_GIVEN: Any = object()
+
+
+_OPTIONS = (
+    _options.choice("kvswap_path", get_args(Path), "auto"),
+    _options.choice("kvswap_priority", ("normal", "high", "background"), None),
+    _options.count("kvswap_max_ctas", 1, 1024, None),
+    _options.number("kvswap_pace_gbps", "a number above 0", lambda pace: pace > 0, None),
+    _options.number(_WAIT, "a number of seconds above 0", lambda limit: 0 < limit <= threading.TIMEOUT_MAX, None),
+    _options.count("kvswap_metrics_port", 1, 65535, None),
+    _options.flag("kvswap_fallback", False),
+    _options.flag("kvswap_block_first", True),
+    _options.flag("kvswap_overlap", False),
+    _options.number("kvswap_overlap_shared_ms", "a number of milliseconds, 0 or more", lambda ms: ms >= 0, _SHARED_MS),
+    _options.flag("kvswap_overlap_ahead", True),
+    _options.count(_STEP_BUDGET, 0, (1 << 63) - 1, _NOT_GIVEN),
+)
+
+
+def _read(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
+    return _options.read(extra_config, _OPTIONS, "kv_connector_extra_config", theirs=None, prefix="kvswap_")
 
 
 def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
-    known = {
-        *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
-        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_block_first"),
-        *("kvswap_overlap", "kvswap_overlap_shared_ms", "kvswap_overlap_ahead"),
-    }
-    unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
-    if unknown:
-        raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; of kvswap's there are {sorted(known)}")
-    path, priority = extra_config.get("kvswap_path", "auto"), extra_config.get("kvswap_priority")
-    if path not in _PATHS:
-        raise ValueError(f"kvswap_path is {path!r}; it is one of {', '.join(_PATHS)}")
-    if priority is not None and priority not in _PRIORITIES:
-        raise ValueError(f"kvswap_priority is {priority!r}; it is one of {', '.join(_PRIORITIES)}")
-    ctas, pace = extra_config.get("kvswap_max_ctas"), extra_config.get("kvswap_pace_gbps")
-    if ctas is not None and not (_is_number(ctas, int) and 1 <= ctas <= 1024):
-        raise ValueError(f"kvswap_max_ctas is {ctas!r}; it is a whole number from 1 to 1024")
-    if pace is not None and not (_is_number(pace, (int, float)) and 0 < pace < math.inf):
-        raise ValueError(f"kvswap_pace_gbps is {pace!r}; it is a number above 0")
-    limit = extra_config.get("kvswap_wait_timeout_s", _WAIT_TIMEOUT)
-    if limit is not None and not (_is_number(limit, (int, float)) and 0 < limit <= threading.TIMEOUT_MAX):
-        raise ValueError(f"kvswap_wait_timeout_s is {limit!r}; it is a number of seconds above 0, or null for no limit")
-    return {"path": path, "priority": priority, "max_ctas": ctas, "pace_gbps": pace, "wait_timeout": limit}
+    """What kvswap's transfers take. ValueError: an unknown or wrong option."""
+    given = _read(extra_config)
+    taken = {name: given[f"kvswap_{name}"] for name in ("path", "priority", "max_ctas", "pace_gbps")}
+    return {**taken, "wait_timeout": given[_WAIT] if _WAIT in extra_config else _WAIT_TIMEOUT}
 
 
-def _switch(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = extra_config.get(name, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it is true or false")
-    return value
+def port_of(extra_config: Mapping[str, Any]) -> int | None:
+    """kvswap_metrics_port: worker N serves on this port + N. None: it does not."""
+    port: int | None = _read(extra_config)["kvswap_metrics_port"]
+    return port
 
 
 def falls_back(extra_config: Mapping[str, Any]) -> bool:
     """kvswap_fallback: whether the engine goes on with vLLM's own transfers where kvswap's cannot be used."""
-    return _switch(extra_config, "kvswap_fallback", False)
+    return bool(_read(extra_config)["kvswap_fallback"])
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:
     """kvswap_block_first: whether the GPU's cache is to have all layers of a block together."""
-    return _switch(extra_config, "kvswap_block_first", True)
+    return bool(_read(extra_config)["kvswap_block_first"])
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,11 @@ class OverlapSettings:
 
 def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
     """kvswap_overlap and what belongs to it. ValueError: a wrong one."""
-    on = _switch(extra_config, "kvswap_overlap", False)
-    shared = extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS)
-    if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
-        raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
-    budget = extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)
-    ahead = _switch(extra_config, "kvswap_overlap_ahead", True)
-    try:
-        return OverlapSettings(on, float(shared), int(budget), on and ahead)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"sync_load_budget_bytes is {budget!r}; it is a number of bytes") from None
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    given = _read(extra_config)
+    on, budget = given["kvswap_overlap"], given[_STEP_BUDGET]
+    if budget is _NOT_GIVEN:
+        budget = _BUDGET if on else 0
+    return OverlapSettings(on, given["kvswap_overlap_shared_ms"], budget, on and given["kvswap_overlap_ahead"])
 
 
 class VLLMHandler(SingleDirectionOffloadingHandler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from kvswap import _C
@@ -11,14 +10,6 @@ from kvswap._log import logger
 
 _logger = logger("kvswap.vllm")
 _server: Any = None
-
-
-def port_of(extra_config: Mapping[str, Any]) -> int | None:
-    """kvswap_metrics_port of kv_connector_extra_config. ValueError: it is no port."""
-    port = extra_config.get("kvswap_metrics_port")
-    if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535):
-        raise ValueError(f"kvswap_metrics_port is {port!r}; it is a port from 1 to 65535; worker N takes port + N")
-    return port
 
 
 def number_of(spec: Any) -> int:

@@ -17,15 +17,17 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from kvswap import _options
 from kvswap._log import logger
 
-from ._file_tier import StoreTier, layout_of
+from ._file_tier import StoreTier, layout_of, tier_of
 
 _log = logger("kvswap.vllm")
 _FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again afterwards
 _UNUSED_SECONDS = 60.0  # one that was not used yet is kept longer, as an engine's step can take longer than a second
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
+_OPTIONS = (*_options.REMOTE, _options.path("nodes", "the list of nodes"))
 
 
 class _Lookups:
@@ -100,27 +102,15 @@ class RemoteTier(StoreTier):
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        nodes: str,
-        key: str,
-        replicas: int = 1,
-        queue: int = 128,
-        timeout: float = 5.0,
-        staging_nbytes: int = 64 << 20,
         locality: str | None = "REMOTE",
         backpressure_detector: Any = None,
+        **options: Any,
     ) -> None:
+        given = _options.read(options, _OPTIONS, tier_of(tier_type))
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         from kvswap.remote import RemoteStore
 
-        self._store = RemoteStore(
-            nodes,
-            layout_of(offloading_spec, self._stride),
-            key=key,
-            replicas=replicas,
-            queue=queue,
-            timeout=timeout,
-            staging_nbytes=staging_nbytes,
-        )
+        self._store = RemoteStore(given.pop("nodes"), layout_of(offloading_spec, self._stride), **given)
         self._lookups = _Lookups(self._store)
         _log.info("remote tier: %s; blocks of %d bytes", self._store, self._stride)
 

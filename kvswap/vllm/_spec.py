@@ -22,10 +22,10 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 import kvswap
 from kvswap._log import logger
 from kvswap.offload._layout import device_of
-from kvswap.vllm._handler import VLLMHandler, options_of
+from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
-from kvswap.vllm._metrics import number_of, port_of, serve
+from kvswap.vllm._metrics import number_of, serve
 
 _logger = logger("kvswap.vllm")
 
