@@ -26,6 +26,7 @@ from kvswap.typing import (
     FileStats,
     GpuIds,
     GpuOrder,
+    HostMemory,
     Ids,
     Keys,
     LayoutLike,
@@ -1374,6 +1375,10 @@ def _cuda_info(ordinal: int) -> CudaInfo:
 
 def _fatbin() -> BuildInfo:
     """The kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}."""
+
+def _host_memory(root: str) -> HostMemory:
+    """What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.
+    root: put before every path that is read; '': this machine."""
 
 def _shutdown(timeout: float) -> None:
     """Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted."""

@@ -167,6 +167,17 @@ class BuildInfo(TypedDict):
     archs: str  # "sm_80 sm_90 compute_80"; empty: built without nvcc
 
 
+class HostMemory(TypedDict):
+    """Host memory that can be allocated, bytes; 2**64 - 1: unknown, no limit."""
+
+    available: int
+    total: int
+    group_max: int  # limit of the control group that leaves the least
+    group_used: int  # without page cache that the kernel can drop
+    group: str  # its folder; "above FOLDER": a group that cannot be seen
+    knob: str  # name of the limit's file
+
+
 class ArrayInterface(TypedDict):
     shape: tuple[int, ...]
     typestr: str

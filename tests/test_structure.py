@@ -184,7 +184,7 @@ def test_the_bindings_use_the_surface() -> None:
         "calibration.c": {"plan/calibration.h"},
         "disk.c": {"files/disk.h"},
         "files.c": {"files/sys.h", "files/cufile.h"},
-        "machine.c": {"cuda/fatbin.h"},
+        "machine.c": {"cuda/fatbin.h", "hostpool/budget.h"},
         "testing.c": {"host/device.h", "device/hooks.h"},
     }
     more["remote.c"] = {"remote/slot.h"}

@@ -1,11 +1,12 @@
 /* Limits on memory.
  *
- * A process is in one control group of each hierarchy, and all its parent groups limit it too: the tightest limit
- * applies. In a container the path in /proc/self/cgroup may start above the mounted part of the hierarchy; leading
- * components are then removed until the path names a folder. A group's usage includes page cache, which the kernel
- * reclaims on demand, so page cache is subtracted. */
+ * A process is in one control group of each hierarchy, and all its parent groups limit it too: the limit that leaves
+ * the least applies. A group's usage includes page cache, which the kernel drops on demand if it is clean, so clean
+ * page cache is subtracted. Swap is not counted on: a pool's pages are pinned, and what would be swapped out for them
+ * is slow. */
 #include "hostpool/budget.h"
 
+#include <dirent.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,7 +30,7 @@ static bool read_key(const char *path, const char *key, uint64_t *value) {
   return found;
 }
 
-/* Read a file with one number. "max", and the value that stands for no limit, become UINT64_MAX. */
+/* Read a file with one number. "max" becomes UINT64_MAX. */
 static bool read_number(const char *path, uint64_t *value) {
   char line[64];
   FILE *file = fopen(path, "re");
@@ -41,9 +42,7 @@ static bool read_number(const char *path, uint64_t *value) {
     *value = UINT64_MAX;
     return true;
   }
-  if (sscanf(line, "%" SCNu64, value) != 1) return false;
-  if (*value >= INT64_MAX / 2) *value = UINT64_MAX; /* version 1 writes this for "no limit" */
-  return true;
+  return sscanf(line, "%" SCNu64, value) == 1;
 }
 
 static uint64_t meminfo(const char *root, const char *key) {
@@ -53,15 +52,26 @@ static uint64_t meminfo(const char *root, const char *key) {
   return read_key(path, key, &kib) ? kib * 1024 : UINT64_MAX;
 }
 
+/* Clean pages of files can be dropped; dirty ones are counted with them. */
+static uint64_t less_dirty(uint64_t active, uint64_t inactive, uint64_t dirty) {
+  uint64_t files = active + inactive;
+  return files > dirty ? files - dirty : 0;
+}
+
+static uint64_t node_field(const char *path, int node, const char *name, uint64_t otherwise) {
+  char key[48];
+  uint64_t kib;
+  snprintf(key, sizeof key, "Node %d %s:", node, name);
+  return read_key(path, key, &kib) ? kib * 1024 : otherwise;
+}
+
 uint64_t kvs_budget_node(const char *root, int node) {
-  char path[PATH_NBYTES], key[48];
-  uint64_t unused, cached = 0;
+  char path[PATH_NBYTES];
   snprintf(path, sizeof path, "%s/sys/devices/system/node/node%d/meminfo", root, node);
-  snprintf(key, sizeof key, "Node %d MemFree:", node);
-  if (!read_key(path, key, &unused)) return UINT64_MAX;
-  snprintf(key, sizeof key, "Node %d Inactive(file):", node);
-  if (!read_key(path, key, &cached)) cached = 0;
-  return (unused + cached) * 1024;
+  uint64_t unused = node_field(path, node, "MemFree", UINT64_MAX);
+  if (unused == UINT64_MAX) return unused;
+  return unused + less_dirty(node_field(path, node, "Active(file)", 0), node_field(path, node, "Inactive(file)", 0),
+                             node_field(path, node, "Dirty", 0));
 }
 
 size_t kvs_budget_list(const char *text, uint64_t *bits, size_t words) {
@@ -79,16 +89,29 @@ size_t kvs_budget_list(const char *text, uint64_t *bits, size_t words) {
 
 /* -- control groups -------------------------------------------------------------------------------------------- */
 
+enum { LIMITS = 2, FILE_PAGES = 3, SEARCHED_FOLDERS = 4096 };
+
 /* File and field names of the two versions of control groups. */
 struct group_kind {
   const char *type; /* file system type */
   bool unified;
-  const char *max, *used, *cached;
+  struct {
+    const char *max, *used;
+    const char *above; /* in memory.stat: the smallest limit of the group and those above it; NULL: not there */
+  } limits[LIMITS];
+  const char *pages[FILE_PAGES]; /* in memory.stat: active and inactive ones, and dirty ones among them */
 };
 
 static const struct group_kind kinds[] = {
-    {"cgroup2", true, "memory.max", "memory.current", "inactive_file"},
-    {"cgroup", false, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"},
+    {"cgroup2",
+     true,
+     {{"memory.max", "memory.current", NULL}, {"memory.high", "memory.current", NULL}},
+     {"active_file", "inactive_file", "file_dirty"}},
+    {"cgroup",
+     false,
+     {{"memory.limit_in_bytes", "memory.usage_in_bytes", "hierarchical_memory_limit"},
+      {"memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes", "hierarchical_memsw_limit"}},
+     {"total_active_file", "total_inactive_file", "total_dirty"}},
 };
 
 /* Whether a comma-separated list contains a word. */
@@ -102,21 +125,33 @@ static bool lists(const char *list, const char *word) {
   return false;
 }
 
-/* The mount point of the hierarchy with the memory controller, and the mounted part. */
-static bool find_mount(const char *root, const struct group_kind *kind, char *part, char *folder) {
-  char path[PATH_NBYTES], line[4 * LINE_NBYTES], type[64], options[LINE_NBYTES];
-  bool found = false;
-  snprintf(path, sizeof path, "%s/proc/self/mountinfo", root);
-  FILE *file = fopen(path, "re");
-  if (!file) return false;
-  while (!found && fgets(line, sizeof line, file)) {
+/* mountinfo writes a space or a backslash as a backslash and three octal digits. */
+static void unescape(char *text) {
+  char *to = text;
+  for (const char *at = text; *at; to++) {
+    unsigned code;
+    int length = 0;
+    if (*at == '\\' && sscanf(at + 1, "%3o%n", &code, &length) == 1 && length == 3)
+      *to = (char)code, at += 4;
+    else
+      *to = *at++;
+  }
+  *to = '\0';
+}
+
+/* The next mount of the hierarchy with the memory controller, and the mounted part of the hierarchy. */
+static bool next_mount(FILE *file, const struct group_kind *kind, char *part, char *mount) {
+  char line[4 * LINE_NBYTES], type[64], options[LINE_NBYTES];
+  while (fgets(line, sizeof line, file)) {
     const char *behind = strstr(line, " - ");
     if (!behind || sscanf(behind, " - %63s %*s %1023s", type, options) != 2 || strcmp(type, kind->type) != 0) continue;
     if (!kind->unified && !lists(options, "memory")) continue;
-    found = sscanf(line, "%*s %*s %*s %1023s %1023s", part, folder) == 2;
+    if (sscanf(line, "%*s %*s %*s %1023s %1023s", part, mount) != 2) continue;
+    unescape(part);
+    unescape(mount);
+    return true;
   }
-  fclose(file);
-  return found;
+  return false;
 }
 
 /* This process's group in that hierarchy. */
@@ -139,41 +174,161 @@ static bool find_group(const char *root, const struct group_kind *kind, char *gr
   return found;
 }
 
-/* Keep the group if it leaves less memory than those seen so far. */
-static void look_at(const char *folder, const struct group_kind *kind, struct kvs_budget *budget) {
-  char path[2 * PATH_NBYTES + 64];
-  uint64_t max, used, cached = 0;
-  snprintf(path, sizeof path, "%s/%s", folder, kind->max);
-  if (!read_number(path, &max) || max == UINT64_MAX) return;
-  snprintf(path, sizeof path, "%s/%s", folder, kind->used);
-  if (!read_number(path, &used)) return;
+/* -- the folder of the process's group ------------------------------------------------------------------------- */
+
+/* The first component of a path, behind its slashes. */
+static const char *component(const char *path, size_t *length) {
+  path += strspn(path, "/");
+  *length = strcspn(path, "/");
+  return path;
+}
+
+/* The number of leading ".." of a path, and what follows them. */
+static int climbs(const char **path) {
+  int count = 0;
+  size_t length;
+  for (const char *at; at = component(*path, &length), length == 2 && strncmp(at, "..", 2) == 0; count++)
+    *path = at + length;
+  return count;
+}
+
+static bool lists_this_process(const char *folder) {
+  char path[3 * PATH_NBYTES];
+  long pid = 0;
+  snprintf(path, sizeof path, "%s/cgroup.procs", folder);
+  FILE *file = fopen(path, "re");
+  if (!file) return false;
+  while (pid != (long)getpid() && fscanf(file, "%ld", &pid) == 1) continue;
+  fclose(file);
+  return pid == (long)getpid();
+}
+
+/* Find the folder `levels` below, of unknown names, in which `rest` is this process's group, and append both. */
+static bool search(char *folder, size_t capacity, int levels, const char *rest, int *searched) {
+  size_t length = strlen(folder);
+  bool found = false;
+  if (levels == 0) {
+    snprintf(folder + length, capacity - length, "%s", rest);
+    found = lists_this_process(folder);
+  }
+  DIR *inside = levels ? opendir(folder) : NULL;
+  for (struct dirent *entry; !found && inside && *searched < SEARCHED_FOLDERS && (entry = readdir(inside)) != NULL;) {
+    if (entry->d_name[0] == '.' || (entry->d_type != DT_DIR && entry->d_type != DT_UNKNOWN)) continue;
+    ++*searched;
+    snprintf(folder + length, capacity - length, "/%s", entry->d_name);
+    found = search(folder, capacity, levels - 1, rest, searched);
+  }
+  if (inside) closedir(inside);
+  if (!found) folder[length] = '\0';
+  return found;
+}
+
+/* Both paths are relative to the root of the process's cgroup namespace. A mount of an outer namespace begins above it
+ * ("/.."), and says nothing of the names in between. False: the group is not in the mounted part. */
+static bool locate(const char *part, const char *group, char *folder, size_t capacity) {
+  size_t n, m;
+  int searched = 0;
+  for (;;) {
+    const char *one = component(part, &n), *other = component(group, &m);
+    if (n == 0 || n != m || strncmp(one, other, n) != 0) break;
+    part = one + n;
+    group = other + m;
+  }
+  int levels = climbs(&part);
+  if (component(part, &n), n != 0) return false; /* another part of the hierarchy */
+  if (climbs(&group)) return false;              /* the group lies above the mounted part */
+  if (strcmp(group, "/") == 0) group = "";
+  if (levels) return search(folder, capacity, levels, group, &searched);
+  snprintf(folder + strlen(folder), capacity - strlen(folder), "%s", group);
+  return access(folder, F_OK) == 0;
+}
+
+/* For a mount that hides what it shows: leading components are removed until the group's path names a folder. */
+static bool guess(const char *part, const char *group, char *folder, size_t capacity) {
+  size_t length = strlen(folder);
+  if (climbs(&group)) return false;
+  if (climbs(&part)) return true; /* the mount's root is a group above */
+  for (;;) {
+    snprintf(folder + length, capacity - length, "%s", strcmp(group, "/") ? group : "");
+    if (!*group || access(folder, F_OK) == 0) return true;
+    const char *slash = strchr(group + 1, '/');
+    group = slash ? slash : "";
+  }
+}
+
+/* The folder, and the length of the mount's path in it. */
+static bool find_folder(const char *root, const struct group_kind *kind, char *folder, size_t capacity, size_t *least) {
+  char path[PATH_NBYTES], group[LINE_NBYTES], part[LINE_NBYTES], mount[LINE_NBYTES];
+  bool found = false;
+  snprintf(path, sizeof path, "%s/proc/self/mountinfo", root);
+  if (!find_group(root, kind, group)) return false;
+  for (int guessing = 0; !found && guessing < 2; guessing++) {
+    FILE *file = fopen(path, "re");
+    while (file && !found && next_mount(file, kind, part, mount)) {
+      snprintf(folder, capacity, "%s%s", root, mount);
+      *least = strlen(folder);
+      found = (guessing ? guess : locate)(part, group, folder, capacity);
+    }
+    if (file) fclose(file);
+  }
+  return found;
+}
+
+/* -- their limits ---------------------------------------------------------------------------------------------- */
+
+static uint64_t read_stat(const char *folder, const char *name, uint64_t otherwise) {
+  char path[3 * PATH_NBYTES], key[64];
+  uint64_t value;
   snprintf(path, sizeof path, "%s/memory.stat", folder);
-  (void)read_key(path, kind->cached, &cached);
-  used -= cached < used ? cached : used;
+  snprintf(key, sizeof key, "%s ", name);
+  return read_key(path, key, &value) ? value : otherwise;
+}
+
+/* Bytes that the kernel frees on demand. Pages of tmpfs and shared memory are not among these, nor are locked ones. */
+static uint64_t reclaimable(const char *folder, const struct group_kind *kind) {
+  return less_dirty(read_stat(folder, kind->pages[0], 0), read_stat(folder, kind->pages[1], 0),
+                    read_stat(folder, kind->pages[2], 0));
+}
+
+/* Keep the limit if it leaves less memory than those seen so far. Version 1 writes a large number for "no limit". */
+static void keep_least(struct kvs_budget *budget, uint64_t max, uint64_t used, const char *knob, const char *where,
+                       const char *folder) {
   uint64_t left = max > used ? max - used : 0;
   uint64_t least = budget->group_max > budget->group_used ? budget->group_max - budget->group_used : 0;
-  if (budget->group_max != UINT64_MAX && left >= least) return;
+  if (max >= INT64_MAX / 2 || (budget->group_max != UINT64_MAX && left >= least)) return;
   budget->group_max = max;
   budget->group_used = used;
-  budget->group_knob = kind->max;
-  snprintf(budget->group, sizeof budget->group, "%.255s", folder);
+  budget->group_knob = knob;
+  snprintf(budget->group, sizeof budget->group, "%s%.240s", where, folder);
+}
+
+/* `topmost`: groups above this one cannot be seen. */
+static void look_at(const char *folder, const struct group_kind *kind, bool topmost, struct kvs_budget *budget) {
+  char path[3 * PATH_NBYTES];
+  for (int i = 0; i < LIMITS; i++) {
+    uint64_t max, used, free_on_demand;
+    snprintf(path, sizeof path, "%s/%s", folder, kind->limits[i].max);
+    if (!read_number(path, &max)) continue;
+    snprintf(path, sizeof path, "%s/%s", folder, kind->limits[i].used);
+    if (!read_number(path, &used)) continue;
+    free_on_demand = reclaimable(folder, kind);
+    used -= free_on_demand < used ? free_on_demand : used;
+    keep_least(budget, max, used, kind->limits[i].max, "", folder);
+    if (!topmost || !kind->limits[i].above) continue;
+    uint64_t above = read_stat(folder, kind->limits[i].above, UINT64_MAX);
+    if (above < max) keep_least(budget, above, used, kind->limits[i].max, "above ", folder);
+  }
 }
 
 static void read_groups(const char *root, const struct group_kind *kind, struct kvs_budget *budget) {
-  char part[LINE_NBYTES], mount[LINE_NBYTES], group[LINE_NBYTES], folder[2 * PATH_NBYTES];
-  if (!find_mount(root, kind, part, mount) || !find_group(root, kind, group)) return;
-  const char *within = group;
-  size_t n = strlen(part);
-  if (n > 1 && strncmp(group, part, n) == 0 && (group[n] == '/' || !group[n])) within += n;
-  for (;; within = strchr(within + 1, '/') ? strchr(within + 1, '/') : "") {
-    snprintf(folder, sizeof folder, "%s%s%s", root, mount, strcmp(within, "/") ? within : "");
-    if (!*within || access(folder, F_OK) == 0) break;
-  }
-  for (size_t least = strlen(root) + strlen(mount);;) {
-    look_at(folder, kind, budget);
+  char folder[2 * PATH_NBYTES];
+  size_t least = 0;
+  if (!find_folder(root, kind, folder, sizeof folder, &least)) return;
+  for (bool topmost = false; !topmost;) {
     char *slash = strrchr(folder, '/');
-    if (strlen(folder) <= least || !slash || slash < folder + least) break;
-    *slash = '\0';
+    topmost = strlen(folder) <= least || !slash || slash < folder + least;
+    look_at(folder, kind, topmost, budget);
+    if (!topmost) *slash = '\0';
   }
 }
 
@@ -226,8 +381,9 @@ int kvs_budget_check(const struct kvs_budget *budget, uint64_t nbytes, int64_t r
   uint64_t left = budget->group_max > budget->group_used ? budget->group_max - budget->group_used : 0;
   if (nbytes <= left) return KVS_OK;
   return kvs_fail(err, KVS_NOMEM,
-                  "%s of host memory do not fit: control group %.200s allows %s, of which %s are used. Raise %s there "
-                  "(docker run --memory, resources.limits.memory in Kubernetes), or ask for less",
+                  "%s of host memory do not fit: control group %.200s allows %s, of which %s are used (page cache "
+                  "that the kernel can drop is not counted). Raise %s there (docker run --memory, "
+                  "resources.limits.memory in Kubernetes), or ask for less",
                   wanted, budget->group, kvs_size_text(budget->group_max, there),
                   kvs_size_text(budget->group_used, used), budget->group_knob);
 }

@@ -3,6 +3,7 @@
 #include "bind.h"
 
 #include "../cuda/fatbin.h"
+#include "../hostpool/budget.h"
 #include "../kvswap_file.h"
 
 static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -61,6 +62,22 @@ static PyObject *fatbin(PyObject *module, PyObject *unused) {
   return Py_BuildValue("{s:n, s:s}", "nbytes", (Py_ssize_t)kvs_fatbin_nbytes, "archs", kvs_fatbin_archs);
 }
 
+static PyObject *host_memory(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"root"};
+  static const struct kvs_py_args spec = {"_host_memory", names, 1, 1, 1};
+  struct kvs_budget budget;
+  PyObject *value;
+  (void)module;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  const char *root = PyUnicode_AsUTF8(value);
+  if (root == NULL) return NULL;
+  KVS_PY_NO_GIL(kvs_budget_read(root, &budget));
+  return Py_BuildValue("{s:K, s:K, s:K, s:K, s:s, s:s}", "available", (unsigned long long)budget.available, "total",
+                       (unsigned long long)budget.total, "group_max", (unsigned long long)budget.group_max,
+                       "group_used", (unsigned long long)budget.group_used, "group", budget.group, "knob",
+                       budget.group_knob ? budget.group_knob : "");
+}
+
 static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"_shutdown", names, 1, 1, 1};
@@ -83,13 +100,21 @@ PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, wh
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
              "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
+PyDoc_STRVAR(host_memory_doc,
+             "_host_memory($module, /, root)\n--\n\n"
+             "What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.\n"
+             "root: put before every path that is read; '': this machine.");
 PyDoc_STRVAR(shutdown_doc,
              "_shutdown($module, /, timeout)\n--\n\n"
              "Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted.");
 
 #define ROW(function, name) {"_" #name, KVS_PY_FASTCALL(function), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_machine_methods[] = {
-    ROW(delay, delay),         {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
-    ROW(cuda_info, cuda_info), {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
-    ROW(shut_down, shutdown),  {NULL, NULL, 0, NULL},
+    ROW(delay, delay),
+    {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
+    ROW(cuda_info, cuda_info),
+    {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
+    ROW(host_memory, host_memory),
+    ROW(shut_down, shutdown),
+    {NULL, NULL, 0, NULL},
 };

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -118,13 +117,6 @@ def room(device: _C.Device) -> Room:
 
 
 def available_host_memory() -> int:
-    """Bytes that programs can still allocate, as the kernel estimates; at most the control group's limit allows."""
-    meminfo = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
-    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    try:
-        limit = int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(pathlib.Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no control group here, or one without a limit ("max")
-        return available
-    return min(available, max(0, limit - used))
+    """Bytes that programs can still allocate: what the kernel estimates, and what the control groups leave."""
+    there = _C._host_memory("")
+    return min(there["available"], max(0, there["group_max"] - there["group_used"]))

@@ -82,7 +82,7 @@ static void test_budget(void) {
   put("/sys/fs/cgroup/kubepods/pod1/box/memory.current", "5\n");
   put("/sys/fs/cgroup/kubepods/pod1/memory.max", "20000000\n");
   put("/sys/fs/cgroup/kubepods/pod1/memory.current", "15000000\n");
-  put("/sys/fs/cgroup/kubepods/pod1/memory.stat", "anon 1\ninactive_file 6000000\nactive_file 7\n");
+  put("/sys/fs/cgroup/kubepods/pod1/memory.stat", "anon 1\nfile_dirty 1000\ninactive_file 6000000\nactive_file 1000\n");
   put("/sys/fs/cgroup/kubepods/memory.max", "30000000\n");
   put("/sys/fs/cgroup/kubepods/memory.current", "15000000\n");
   kvs_budget_read(root, &budget);
@@ -101,7 +101,7 @@ static void test_budget(void) {
                               "/x rw - cgroup c rw,cpu\n");
   put("/sys/fs/cgroup/memory/memory.limit_in_bytes", "8000000\n");
   put("/sys/fs/cgroup/memory/memory.usage_in_bytes", "3000000\n");
-  put("/sys/fs/cgroup/memory/memory.stat", "cache 9\ntotal_inactive_file 1000000\n");
+  put("/sys/fs/cgroup/memory/memory.stat", "cache 9\ntotal_inactive_file 400000\ntotal_active_file 600000\n");
   kvs_budget_read(root, &budget);
   CHECK(budget.group_max == 8000000 && budget.group_used == 2000000, "%d", (int)budget.group_max);
   FAILS(kvs_budget_check(&budget, 6000001, 0, &err), KVS_NOMEM, "memory.limit_in_bytes");
@@ -112,9 +112,10 @@ static void test_budget(void) {
   kvs_budget_read(root, &budget);
   CHECK(budget.group_max == UINT64_MAX, "what version 1 writes for no limit");
 
-  put("/sys/devices/system/node/node3/meminfo", "Node 3 MemTotal: 9 kB\nNode 3 MemFree:   100 kB\nNode 3 "
-                                                "Inactive(file):  20 kB\n");
-  CHECK(kvs_budget_node(root, 3) == 120 * 1024 && kvs_budget_node(root, 4) == UINT64_MAX, "node");
+  put("/sys/devices/system/node/node3/meminfo",
+      "Node 3 MemTotal: 9 kB\nNode 3 MemFree:   100 kB\nNode 3 "
+      "Inactive(file):  20 kB\nNode 3 Active(file): 8 kB\nNode 3 Dirty: 3 kB\n");
+  CHECK(kvs_budget_node(root, 3) == 125 * 1024 && kvs_budget_node(root, 4) == UINT64_MAX, "node");
   remove_tree();
 }
 
