@@ -175,7 +175,7 @@ struct kvs_file_stats {
       failed;          /* missed: loads of missing keys; damaged: blocks with wrong bytes; failed: other failures */
   uint64_t found, cut; /* at open: blocks; torn blocks and damaged headers, erased unless readonly */
   uint64_t foreign;    /* segment files that cannot be read; they are left alone */
-  uint64_t lost_slots; /* slots that could not be erased, or read at open: unused until the next open */
+  uint64_t lost_slots; /* slots that could not be erased, or read: unused until the next open */
   uint64_t unfinished_loads, unfinished_stores; /* transfers, now */
   uint64_t refused_full;
   uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */

@@ -1189,7 +1189,8 @@ def test_a_write_that_fails_is_a_failed_block(tmp_path: Path, engine: str, code:
     rig.store.close()
 
 
-def test_a_read_that_fails_is_a_failed_block_that_may_be_read_again(tmp_path: Path, engine: str) -> None:
+def test_a_read_that_fails_is_a_block_that_is_lost(tmp_path: Path, engine: str) -> None:
+    """It can be stored again, in another slot; the bad one is not used until the next open."""
     rig = Rig(tmp_path, engine=engine)
     data, keys = blocks_of(25, 8, rig.nbytes), keys_of(8)
     rig.put(keys, data)
@@ -1198,6 +1199,14 @@ def test_a_read_that_fails_is_a_failed_block_that_may_be_read_again(tmp_path: Pa
         with pytest.raises(kvswap.Error, match=r"loading block .: Input/output error"):
             load.wait(PATIENCE)
     assert load.failed_blocks.size == 1
+    lost = int(load.failed_blocks[0])
+    assert rig.store.contains(keys) == [i != lost for i in range(8)]
+    again = rig.store.store(keys, data, range(8), replace=False)
+    again.wait(PATIENCE)
+    assert again.num_kept == 7 and rig.store.stats()["lost_slots"] == 1
+    np.testing.assert_array_equal(rig.get(keys), data)
+    rig.reopen()
+    assert rig.store.stats()["found"] == 8 and rig.store.stats()["lost_slots"] == 0
     np.testing.assert_array_equal(rig.get(keys), data)
     rig.store.close()
 
@@ -1314,9 +1323,11 @@ def test_a_directory_that_vanishes(tmp_path: Path) -> None:
         path.unlink()
     (tmp_path / "elsewhere").rmdir()
     np.testing.assert_array_equal(rig.get(keys[:4]), data[:4])  # the file is still open
-    rig.put(keys[4:8], data[4:8])
-    rig.put(keys[8:12], data[8:12])  # no new file: others make way
-    assert rig.store.stats()["evicted"] == 4
+    failed = rig.store.store(keys[8:18], data[8:18], range(10))
+    with pytest.raises(kvswap.Error, match="No such file or directory"):
+        failed.wait(PATIENCE)
+    np.testing.assert_array_equal(rig.get(keys[:4]), data[:4])  # none has made way
+    assert rig.store.stats()["evicted"] == 0
     rig.store.close()
 
 

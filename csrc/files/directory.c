@@ -23,7 +23,8 @@
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs";
-enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written alternately */
+enum { CHECKPOINTS_AT = KVS_FILE_PAGE };                /* two pages, written alternately */
+static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* at most so much is verified again after a crash */
 static const int64_t REQUESTS_NS = 10ll * 1000 * 1000 * 1000;
 
 /* -- checkpoints --------------------------------------------------------------------------------------------------- */
@@ -47,6 +48,21 @@ int kvs_file_save_checkpoint(struct kvs_file_store *store, uint64_t sequence, bo
     if (!first) first = code;
   }
   return first;
+}
+
+/* All blocks below the oldest write in flight are whole. If the checkpoint fails, the next open only takes longer. */
+void kvs_file_checkpoint_if_due(struct kvs_file_store *store) {
+  pthread_mutex_lock(&store->lock);
+  bool due = store->unchecked_nbytes >= CHECKPOINT_NBYTES && !store->checkpointing;
+  uint64_t below = kvs_file_whole_below_locked(store);
+  if (due) store->unchecked_nbytes = 0;
+  store->checkpointing |= due;
+  pthread_mutex_unlock(&store->lock);
+  if (!due) return;
+  (void)kvs_file_save_checkpoint(store, below, false);
+  pthread_mutex_lock(&store->lock);
+  store->checkpointing = false;
+  pthread_mutex_unlock(&store->lock);
 }
 
 static int read_checkpoints(struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {

@@ -22,11 +22,19 @@ bool kvs_file_index_init(struct kvs_file_index *index) {
   return index->buckets != NULL;
 }
 
+static void free_entry(struct kvs_file_entry *entry) {
+  for (struct kvs_file_stale *more = entry->more, *next; more; more = next) {
+    next = more->next;
+    free(more);
+  }
+  free(entry);
+}
+
 void kvs_file_index_free(struct kvs_file_index *index) {
   for (size_t i = 0; index->buckets && i < index->nbuckets; i++)
     for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
       next = entry->next;
-      free(entry);
+      free_entry(entry);
     }
   free(index->buckets);
   memset(index, 0, sizeof *index);
@@ -123,10 +131,29 @@ static void unlink_entry(struct kvs_file_index *index, struct kvs_file_entry *en
 
 static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   unlink_entry(index, entry);
-  free(entry);
+  free_entry(entry);
 }
 
 static bool in_use(const struct kvs_file_entry *entry) { return entry->readers || entry->writer || entry->first; }
+
+bool kvs_file_index_add_stale(struct kvs_file_entry *entry, uint32_t slot) {
+  if (entry->stale == KVS_NO_SLOT) {
+    entry->stale = slot;
+    return true;
+  }
+  struct kvs_file_stale *more = malloc(sizeof *more);
+  if (!more) return false;
+  *more = (struct kvs_file_stale){entry->more, slot};
+  entry->more = more;
+  return true;
+}
+
+void kvs_file_index_drop_stale(struct kvs_file_entry *entry) {
+  struct kvs_file_stale *first = entry->more;
+  entry->stale = first ? first->slot : KVS_NO_SLOT;
+  if (first) entry->more = first->next;
+  free(first);
+}
 
 void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   bool used = in_use(entry), there = entry->slot != KVS_NO_SLOT;

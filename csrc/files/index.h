@@ -15,6 +15,11 @@
 
 struct kvs_file_item;
 
+struct kvs_file_stale {
+  struct kvs_file_stale *next;
+  uint32_t slot;
+};
+
 struct kvs_file_entry {
   struct kvs_file_entry *next;          /* in the same bucket */
   struct kvs_file_entry *older, *newer; /* LRU list, while the entry is idle */
@@ -23,6 +28,7 @@ struct kvs_file_entry {
   uint32_t slot;     /* KVS_NO_SLOT: no block */
   uint32_t stale; /* A slot that may still hold an older block of this key, or KVS_NO_SLOT. That header must be erased
                      before the newer block is removed; otherwise the older block would reappear at the next open. */
+  struct kvs_file_stale *more; /* further ones */
   uint32_t other; /* Shared directories: a further block of this key, of another process. It takes the place of `slot`
                      when that block goes. KVS_NO_SLOT: none is known. */
   uint32_t readers, pins;
@@ -51,6 +57,8 @@ struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *, const uint8_t
 void kvs_file_index_set_slot(struct kvs_file_index *, struct kvs_file_entry *, uint32_t slot);
 void kvs_file_index_pin(struct kvs_file_index *, struct kvs_file_entry *, bool pin);
 void kvs_file_index_touch(struct kvs_file_index *, struct kvs_file_entry *); /* mark as used now */
+bool kvs_file_index_add_stale(struct kvs_file_entry *, uint32_t slot);       /* false: no memory */
+void kvs_file_index_drop_stale(struct kvs_file_entry *); /* `stale` is erased: the next one takes its place */
 /* Call after each change of an entry. Adds the entry to the LRU list (as most recently used) or removes it, and frees
  * an entry without contents. */
 void kvs_file_index_settle(struct kvs_file_index *, struct kvs_file_entry *);

@@ -19,11 +19,10 @@
 #include <time.h>
 
 #include "base/crc32c.h"
+#include "files/cufile.h"
 #include "files/gds.h"
 #include "files/mover.h"
 #include "files/store.h"
-
-static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* at most so much is verified again after a crash */
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
 
@@ -311,13 +310,13 @@ static bool may_continue(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
   bool cancelled = item->transfer->cancelled && item->progress == KVS_FILE_PENDING;
-  bool stop = cancelled || (reads(item) && item->entry->slot == KVS_NO_SLOT);
+  bool stop = cancelled || (reads(item) && item->phase == KVS_FILE_TRANSFER && item->entry->slot == KVS_NO_SLOT);
   bool moves = !item->transfer->pools || item->staging != UINT32_MAX; /* otherwise it only takes a slot */
   if (moves && item->progress == KVS_FILE_PENDING) item->progress = KVS_FILE_BEGUN;
   if (stop) {
     kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : KVS_MISSING, 0);
     kvs_file_run_ready_locked(store);
-  } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT) {
+  } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT && !item->tries) {
     item->phase = KVS_FILE_SCRUB_STALE;
   } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_PUT) {
     item->slot = item->entry->slot;
@@ -355,7 +354,7 @@ static void requeue_locked(struct kvs_file_item *item, enum kvs_file_phase phase
 /* The header may still be on disk under some key: the slot is not used before the next open. */
 static void lose_slot_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
   store->stats.lost_slots++;
-  if (entry->stale == KVS_NO_SLOT) entry->stale = slot;
+  (void)kvs_file_index_add_stale(entry, slot); /* without memory it may come back at the next open */
 }
 
 /* Publish the written block, and erase the block that it replaces. */
@@ -366,6 +365,7 @@ static void written_locked(struct kvs_file_item *item) {
   kvs_file_set_slot_locked(store, entry, item->slot);
   entry->sequence = item->sequence;
   store->unchecked_nbytes += store->geometry.slot_nbytes;
+  kvs_file_root_of(store, item->slot)->nfailures = 0;
   leave_writes_locked(item);
   release_victim_locked(item);
   if (item->old != KVS_NO_SLOT)
@@ -374,20 +374,34 @@ static void written_locked(struct kvs_file_item *item) {
     kvs_file_item_finish_locked(item, KVS_OK, 0);
 }
 
+/* The write was refused before a byte of it went to the file: the slot has what it had. */
+static bool is_unwritten(const struct kvs_file_item *item, int code) {
+  const bool refused = code == EROFS || code == EACCES || code == EPERM || code == EMFILE || code == ENFILE ||
+                       code == ENOENT || code == ESTALE;
+  return refused && item->request.span.offset == kvs_file_slot_at(item->transfer->store, item->slot);
+}
+
+static void unwritten_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  kvs_file_slot_failed_locked(store, item->slot, false, item->code);
+  item->progress = KVS_FILE_BEGUN; /* the end returns the slot, or the block that was evicted */
+  kvs_file_item_finish_locked(item, KVS_FILE, item->code);
+}
+
 static void put_ended_locked(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
   switch (item->phase) {
   case KVS_FILE_SCRUB_STALE:
-    if (!code) entry->stale = KVS_NO_SLOT;
-    if (code)
-      kvs_file_item_finish_locked(item, KVS_FILE, code);
-    else
-      requeue_locked(item, KVS_FILE_TRANSFER);
+    if (!code) kvs_file_index_drop_stale(entry);
+    if (code) item->tries = 1; /* the new block is not evicted before the older one is erased */
+    requeue_locked(item, KVS_FILE_TRANSFER);
     break;
   case KVS_FILE_TRANSFER:
     item->code = code;
-    if (code)
+    if (is_unwritten(item, code))
+      unwritten_locked(item);
+    else if (code)
       requeue_locked(item, KVS_FILE_SCRUB_OWN);
     else
       written_locked(item);
@@ -403,10 +417,9 @@ static void put_ended_locked(struct kvs_file_item *item, int code) {
     if (code) {
       lose_slot_locked(store, entry, item->slot);
       if (item->sequence < store->whole_below) store->whole_below = item->sequence; /* this header may be whole */
-      if (item->victim) item->victim->stale = item->slot;
-    } else {
-      kvs_file_slot_give_locked(store, item->slot);
+      if (item->victim) (void)kvs_file_index_add_stale(item->victim, item->slot);
     }
+    kvs_file_slot_failed_locked(store, item->slot, !code, item->code);
     kvs_file_item_finish_locked(item, KVS_FILE, item->code);
     break;
   }
@@ -418,8 +431,8 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
   if (code) {
     kvs_file_item_finish_locked(item, KVS_FILE, code);
   } else if (item->phase == KVS_FILE_SCRUB_STALE) {
-    entry->stale = KVS_NO_SLOT;
-    if (entry->slot != KVS_NO_SLOT)
+    kvs_file_index_drop_stale(entry);
+    if (entry->slot != KVS_NO_SLOT || entry->stale != KVS_NO_SLOT)
       requeue_locked(item, KVS_FILE_TRANSFER);
     else
       kvs_file_item_finish_locked(item, KVS_OK, 0);
@@ -440,6 +453,7 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   const bool foreign = kvs_file_is_foreign(store, item->slot);
   struct kvs_file_header header;
   enum kvs_file_page page = kvs_file_header_read(header_of(item), &header);
+  item->spoilt = page != KVS_FILE_GOOD;
   if (page == KVS_FILE_EMPTY) return foreign ? KVS_MISSING : KVS_DAMAGED;
   if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
   bool same = header.key_nbytes == item->entry->key_nbytes &&
@@ -453,7 +467,8 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
     status = kvs_file_gds_checksum(item, &crc, &item->code);
   else
     crc = kvs_crc32c(0, data, g->block_nbytes);
-  return status ? status : crc == header.data_crc ? KVS_OK : KVS_DAMAGED;
+  item->spoilt = !status && crc != header.data_crc;
+  return status ? status : item->spoilt ? KVS_DAMAGED : KVS_OK;
 }
 
 static int read_ended(struct kvs_file_item *item) {
@@ -470,14 +485,41 @@ static int read_ended(struct kvs_file_item *item) {
   return status;
 }
 
-/* Remove a damaged block from the index. Its slot is not used, since the header may still be valid at the next open. */
-static void remove_damaged_locked(struct kvs_file_item *item) {
+/* Whether a failed read says that the block cannot be read. Otherwise it was memory, descriptors or the device. */
+static bool is_unreadable(int code) {
+  static const int of_others[] = {ENOMEM, EAGAIN, EFAULT, EMFILE, ENFILE, KVS_FILE_DEVICE};
+  for (size_t i = 0; i < sizeof of_others / sizeof *of_others; i++)
+    if (code == of_others[i]) return false;
+  return code < KVS_CUFILE_CODES || code >= KVS_FILE_ENDED;
+}
+
+/* Remove a block that cannot be loaded from the index, so that it can be stored again. If the disk cannot read it, its
+ * slot is not used before the next open, which may find the block again. If it can, and what it reads is spoilt, the
+ * header is erased and the slot is free. Returns whether the item goes on with that. */
+static bool remove_lost_locked(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
-  if (entry->slot != item->slot) return;
+  if (entry->slot != item->slot) return false;
   const bool foreign = entry->foreign || store->settings.readonly;
   kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
-  if (!foreign) lose_slot_locked(store, entry, item->slot);
+  if (foreign) return false;
+  if (!item->spoilt) {
+    lose_slot_locked(store, entry, item->slot);
+    return false;
+  }
+  item->status = status;
+  item->code = code;
+  requeue_locked(item, KVS_FILE_SCRUB_OWN);
+  return true;
+}
+
+static void get_erased_locked(struct kvs_file_item *item, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  if (code)
+    lose_slot_locked(store, item->entry, item->slot);
+  else
+    kvs_file_slot_give_locked(store, item->slot);
+  kvs_file_item_finish_locked(item, item->status, item->code);
 }
 
 /* For a reader, the writing process may be writing the block just now: retry the read after a pause. */
@@ -492,35 +534,26 @@ static bool read_again(struct kvs_file_item *item) {
 
 static void get_ended(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
-  int status = code ? KVS_FILE : read_ended(item);
+  const bool erased = item->phase == KVS_FILE_SCRUB_OWN;
+  int status = code ? KVS_FILE : erased ? KVS_OK : read_ended(item);
   if (status == KVS_DAMAGED && read_again(item)) return;
-  if (status == KVS_OK && item->transfer->pools) {
+  if (status == KVS_OK && !erased && item->transfer->pools) {
     kvs_file_mover_arrived(item);
     return;
   }
+  if (code == KVS_FILE_ENDED && !erased && !kvs_file_is_foreign(store, item->slot))
+    item->spoilt = kvs_file_segment_repair(store, item->slot / store->geometry.slots) == 0;
   pthread_mutex_lock(&store->lock);
-  if (status == KVS_DAMAGED || status == KVS_MISSING) remove_damaged_locked(item);
-  kvs_file_item_finish_locked(item, status, code ? code : item->code);
+  bool lost = status == KVS_DAMAGED || status == KVS_MISSING || (code && is_unreadable(code));
+  if (erased)
+    get_erased_locked(item, code);
+  else if (!lost || !remove_lost_locked(item, status, code ? code : item->code))
+    kvs_file_item_finish_locked(item, status, code ? code : item->code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
 }
 
-/* -- checkpoints --------------------------------------------------------------------------------------------------- */
-
-/* All blocks below the oldest write in flight are whole. If the checkpoint fails, the next open only takes longer. */
-static void checkpoint_if_due(struct kvs_file_store *store) {
-  pthread_mutex_lock(&store->lock);
-  bool due = store->unchecked_nbytes >= CHECKPOINT_NBYTES && !store->checkpointing;
-  uint64_t below = kvs_file_whole_below_locked(store);
-  if (due) store->unchecked_nbytes = 0;
-  store->checkpointing |= due;
-  pthread_mutex_unlock(&store->lock);
-  if (!due) return;
-  (void)kvs_file_save_checkpoint(store, below, false);
-  pthread_mutex_lock(&store->lock);
-  store->checkpointing = false;
-  pthread_mutex_unlock(&store->lock);
-}
+/* -- end ----------------------------------------------------------------------------------------------------------- */
 
 /* With O_DIRECT nothing is left in the page cache. */
 static int flush(struct kvs_file_item *item, const struct kvs_file_span *whole) {
@@ -549,5 +582,5 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
     drop_ended_locked(item, code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
-  if (written) checkpoint_if_due(store); /* the item may have been freed */
+  if (written) kvs_file_checkpoint_if_due(store); /* the item may have been freed */
 }

@@ -42,7 +42,7 @@ enum kvs_file_phase {
   KVS_FILE_SCRUB_STALE, /* before the transfer: erase an older block of the key */
   KVS_FILE_TRANSFER,    /* store, load, or (delete) erase the block */
   KVS_FILE_SCRUB_OLD,   /* the newer block is published: erase the block it replaces */
-  KVS_FILE_SCRUB_OWN,   /* the write failed: erase what it may have written */
+  KVS_FILE_SCRUB_OWN,   /* the write failed: erase what it may have written; loads: what is left is spoilt */
 };
 
 /* How far an item has come; guarded by store->lock, as `kept` is. */
@@ -66,9 +66,10 @@ struct kvs_file_item {
   uint32_t staging;   /* number of the staging slot; UINT32_MAX: none */
   uint32_t crc;       /* stores staged in device memory: the block's checksum */
   enum kvs_file_phase phase;
-  uint8_t tries; /* failed reads of a reader, which retries */
+  uint8_t tries; /* failed reads of a reader, which retries; stores: attempts to erase an older block */
   enum kvs_file_progress progress;
   bool kept;        /* a store that left the existing block */
+  bool spoilt;      /* a load: the slot can be read, and holds no block that any load could use */
   bool in_place;    /* `slot` is the slot of the block that is replaced */
   int status, code; /* the result; code: an errno or KVS_FILE_* code */
 };
@@ -119,6 +120,8 @@ enum kvs_file_slot_answer { KVS_FILE_SLOT, KVS_FILE_WAIT, KVS_FILE_NONE_LEFT };
 enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *, int *code);
 void kvs_file_slot_return_locked(struct kvs_file_item *); /* give an unwritten slot back and undo the eviction */
 void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
+/* A write of the slot failed. `erased`: the slot is free again, otherwise it is lost. */
+void kvs_file_slot_failed_locked(struct kvs_file_store *, uint32_t slot, bool erased, int code);
 void kvs_file_wake_starved_locked(struct kvs_file_store *);
 /* Another process has a block of the key in `slot`. An own block is preferred. */
 void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);

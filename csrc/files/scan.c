@@ -169,15 +169,6 @@ static bool erase(struct scan *scan, uint32_t slot) {
   return false;
 }
 
-/* The slot still holds an older block of the key. An entry has room for one such slot. */
-static int note_stale(struct scan *scan, struct kvs_file_entry *entry, uint32_t slot, struct kvs_error *err) {
-  if (entry->stale != KVS_NO_SLOT)
-    return kvs_fail(err, KVS_FILE, "%.200s holds several older blocks of one key that cannot be erased: its disk fails",
-                    scan->store->settings.directory);
-  entry->stale = slot;
-  return KVS_OK;
-}
-
 /* The block is the newest of its key so far. The older block is erased only if this one is known to be whole. */
 static int index_block(struct scan *scan, const struct found *found, struct kvs_file_entry *entry, uint8_t *taken,
                        struct kvs_error *err) {
@@ -189,7 +180,9 @@ static int index_block(struct scan *scan, const struct found *found, struct kvs_
   if (before == KVS_NO_SLOT) return KVS_OK;
   taken[before] = found->unverified || !erase(scan, before);
   scan->lost += found->unverified;
-  return taken[before] && !scan->store->settings.readonly ? note_stale(scan, entry, before, err) : KVS_OK;
+  const bool stale = taken[before] && !scan->store->settings.readonly;
+  if (!stale || kvs_file_index_add_stale(entry, before)) return KVS_OK;
+  return kvs_fail(err, KVS_NOMEM, "no memory for the index of %zu blocks", scan->count);
 }
 
 static int index_blocks(struct scan *scan, uint8_t *taken, struct kvs_error *err) {

@@ -96,6 +96,18 @@ int kvs_file_segment_make(struct kvs_file_store *store, unsigned root, uint32_t 
   return make_file(store, folder, name, geometry.segment_nbytes, page, fd);
 }
 
+/* Blocks that are stored in it must be found at the next open, so the first page must be right. */
+int kvs_file_segment_repair(struct kvs_file_store *store, uint32_t at) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  const struct kvs_file_segment *segment = &store->segments[at];
+  struct kvs_file_geometry geometry = store->geometry;
+  geometry.segment = segment->number;
+  kvs_file_geometry_write(&geometry, true, page);
+  int code = kvs_file_allocate(&store->faults, segment->fd, geometry.segment_nbytes);
+  if (!code) code = kvs_file_move_page(store, segment->fd, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
+  return code;
+}
+
 /* The array never moves, because threads read it without the lock. Entries of removed segments are reused. */
 int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, bool cut,
                             uint32_t *place) {

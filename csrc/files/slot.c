@@ -14,7 +14,11 @@
 
 #include "files/store.h"
 
-static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000;
+static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000, WRITE_AGAIN_NS = 2ull * 1000 * 1000 * 1000;
+enum {
+  FAILURES = 8,  /* writes of a directory that failed in a row: it is left alone for a while */
+  VICTIMS = 256, /* least recently used blocks among which one is looked for whose directory takes writes */
+};
 
 bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
   struct kvs_file_root *root = kvs_file_root_of(store, slot);
@@ -96,6 +100,38 @@ void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
   kvs_file_wake_starved_locked(store);
 }
 
+/* -- failed writes ------------------------------------------------------------------------------------------------- */
+
+/* A slot that could not be written is used again when no other is free: it may be a bad part of the disk. */
+static void give_failed_locked(struct kvs_file_store *store, uint32_t slot) {
+  struct kvs_file_root *root = kvs_file_root_of(store, slot);
+  if (!kvs_file_free_push(store, slot)) return;
+  root->free_slots[root->nfree - 1] = root->free_slots[root->nfailed];
+  root->free_slots[root->nfailed++] = slot;
+}
+
+static uint32_t take_failed_locked(struct kvs_file_root *root) {
+  const uint32_t slot = root->free_slots[--root->nfailed];
+  root->free_slots[root->nfailed] = root->free_slots[--root->nfree];
+  return slot;
+}
+
+void kvs_file_slot_failed_locked(struct kvs_file_store *store, uint32_t slot, bool erased, int code) {
+  struct kvs_file_root *root = kvs_file_root_of(store, slot);
+  if (erased) give_failed_locked(store, slot);
+  root->write_code = code;
+  root->nfailures++;
+  root->write_again_ns = kvs_clock_ns() + WRITE_AGAIN_NS;
+  kvs_file_wake_starved_locked(store);
+}
+
+/* Why the directory takes no block now: 0 or an errno. After some failures in a row one write is tried from time to
+ * time, so that a disk that takes no writes does not cost the blocks on it. */
+static int refusal_of(const struct kvs_file_root *root) {
+  if (root->gone_code) return root->gone_code;
+  return root->nfailures >= FAILURES && kvs_clock_ns() < root->write_again_ns ? root->write_code : 0;
+}
+
 /* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
 static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
   struct kvs_file_root *root = &store->roots[at];
@@ -126,9 +162,17 @@ static uint32_t take_free_unlocking(struct kvs_file_store *store) {
   for (unsigned i = 0; i < n; i++) {
     const unsigned at = (first + i) % n;
     struct kvs_file_root *root = &store->roots[at];
-    while (!root->nfree && !store->growing && may_grow(store, root)) grow_unlocking(store, at);
-    if (root->nfree) return root->free_slots[--root->nfree];
+    if (refusal_of(root)) continue;
+    if (root->nfailures >= FAILURES && root->nfailed) return take_failed_locked(root);
+    while (root->nfree == root->nfailed && !store->growing && may_grow(store, root)) grow_unlocking(store, at);
+    if (root->nfree > root->nfailed) return root->free_slots[--root->nfree];
   }
+  return KVS_NO_SLOT;
+}
+
+static uint32_t take_any_failed_locked(struct kvs_file_store *store) {
+  for (unsigned i = 0; i < store->nroots; i++)
+    if (store->roots[i].nfailed && !refusal_of(&store->roots[i])) return take_failed_locked(&store->roots[i]);
   return KVS_NO_SLOT;
 }
 
@@ -137,6 +181,27 @@ static int grow_code(const struct kvs_file_store *store) {
   int code = 0;
   for (unsigned i = 0; !code && i < store->nroots; i++) code = store->roots[i].grow_code;
   return code;
+}
+
+/* An errno: no directory takes a block, for another reason than its room. 0: older blocks may make way. */
+static int refusal_of_all(const struct kvs_file_store *store) {
+  const bool room = (uint64_t)store->nown + store->stats.foreign < store->max_segments;
+  int code = 0;
+  for (unsigned i = 0; i < store->nroots; i++) {
+    const struct kvs_file_root *root = &store->roots[i];
+    const bool full = root->grow_code == ENOSPC || root->grow_code == EDQUOT;
+    const int why = refusal_of(root);
+    code = why ? why : room && !full ? root->grow_code : 0;
+    if (!code) return 0;
+  }
+  return code;
+}
+
+/* NULL: no block can make way. */
+static struct kvs_file_entry *find_victim_locked(const struct kvs_file_store *store) {
+  struct kvs_file_entry *entry = store->index.oldest;
+  for (int i = 0; entry && i < VICTIMS && refusal_of(kvs_file_root_of(store, entry->slot)); i++) entry = entry->newer;
+  return entry;
 }
 
 static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *victim) {
@@ -190,15 +255,18 @@ static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
   return KVS_FILE_WAIT;
 }
 
-enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, int *code) {
+static enum kvs_file_slot_answer take_locked(struct kvs_file_item *item, int *code) {
   struct kvs_file_store *store = item->transfer->store;
-  *code = 0;
   if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT; /* given by reuse_own_slots_locked() */
-  const uint32_t slot = take_free_unlocking(store);
-  if (slot != KVS_NO_SLOT) {
-    item->slot = slot;
-  } else if (!store->growing && store->index.oldest) {
-    evict_locked(item, store->index.oldest);
+  item->slot = take_free_unlocking(store);
+  if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT;
+  if (!store->growing) *code = refusal_of_all(store);
+  if (*code) return KVS_FILE_NONE_LEFT;
+  struct kvs_file_entry *victim = store->growing ? NULL : find_victim_locked(store);
+  if (victim) {
+    evict_locked(item, victim);
+  } else if (!store->growing && (item->slot = take_any_failed_locked(store)) != KVS_NO_SLOT) {
+    return KVS_FILE_SLOT;
   } else if (store->growing || store->granted > store->nstarved + 1) {
     return starve_locked(item); /* the end of another item wakes this one */
   } else if (item->entry->slot != KVS_NO_SLOT && !item->entry->foreign) {
@@ -211,5 +279,14 @@ enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, 
     *code = grow_code(store);
     return KVS_FILE_NONE_LEFT;
   }
+  return KVS_FILE_SLOT;
+}
+
+enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, int *code) {
+  *code = 0;
+  enum kvs_file_slot_answer answer = take_locked(item, code);
+  if (answer != KVS_FILE_SLOT) return answer;
+  struct kvs_file_root *root = kvs_file_root_of(item->transfer->store, item->slot);
+  if (root->nfailures >= FAILURES) root->write_again_ns = kvs_clock_ns() + WRITE_AGAIN_NS; /* this one is the try */
   return KVS_FILE_SLOT;
 }

@@ -21,9 +21,14 @@ struct kvs_file_root {
   uint64_t whole_below; /* at open: the sequence of its checkpoint, below which its blocks are whole */
   uint32_t *free_slots; /* guarded by store->lock, as are the fields below */
   size_t nfree, free_capacity;
-  uint32_t next_number;   /* segment number from which the search for a free one begins */
-  int grow_code;          /* error of the last attempt to make a segment */
-  uint64_t grow_again_ns; /* earliest time of the next attempt */
+  size_t nfailed;          /* the first of free_slots could not be written when they were used last */
+  uint32_t next_number;    /* segment number from which the search for a free one begins */
+  int grow_code;           /* error of the last attempt to make a segment */
+  uint64_t grow_again_ns;  /* earliest time of the next attempt */
+  int write_code;          /* error of the last failed write of a block */
+  unsigned nfailures;      /* writes that failed since the last one that did not */
+  uint64_t write_again_ns; /* after many of them: the earliest time of the next write */
+  int gone_code;           /* an errno: the directory was removed or replaced */
 };
 
 struct kvs_file_segment {
@@ -175,9 +180,12 @@ void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments
 int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
 /* Under lock; 0 or ENOMEM. *at: its position in the list. */
 int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut, uint32_t *at);
+/* Of a truncated file: reserve its space and write its first page again. 0 or an errno. Own segments only; no lock. */
+int kvs_file_segment_repair(struct kvs_file_store *, uint32_t at);
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* zero a header page: 0 or an errno */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
 int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
+void kvs_file_checkpoint_if_due(struct kvs_file_store *);                             /* after a write; no lock */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
 
 /* Open a directory and check who may write it. `make`: create it if missing. */

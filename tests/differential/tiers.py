@@ -230,14 +230,16 @@ def arrive(mine: Tier, number: int, reason: Any, faulty: bool, places: Any, ther
     if reason is not None:
         missing = "not in the store" in str(reason)
         check(faulty or missing or "damaged" in str(reason), f"a load failed without a fault: {reason!r}")
-        if missing and not mine.may_be_missing(number):
+        if missing and not mine.may_be_missing(number) and not faulty:
             raise Difference(f"key {number} is not there, and must be")
+        if faulty:  # a block that could not be read is not there any more, for loads beside that one
+            mine.allow(number, MISSING, also=True)
         for where, area in places:
             area.forget(where)
         return
     fits = [content for content in allowed if content is not MISSING and np.array_equal(content, there)]
     check(bool(fits), f"key {number} was loaded with other bytes than it may hold; {len(allowed)} versions allowed")
-    mine.allowed[number] = fits
+    mine.allowed[number] = [*fits, MISSING] if faulty and mine.may_be_missing(number) else fits
     begin = 0
     for where, area in places:
         area.set(where, fits[0][begin : begin + len(where)])

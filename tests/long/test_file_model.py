@@ -94,15 +94,27 @@ class Model:
 
     def settle(self) -> None:
         """Calls on one key have their effect in the order in which they were made: so does the model."""
-        for transfer, numbers, versions, blocks in self.under_way:
+        last_unread: dict[
+            int, int
+        ] = {}  # a block that could not be read is not there any more, for loads beside that one
+        for at, (transfer, numbers, _, _) in enumerate(self.under_way):
             with suppress(kvswap.Error):
                 transfer.wait(PATIENCE)
+            unread = [numbers[position] for position, reason in transfer.reasons.items() if "errno" in str(reason)]
+            last_unread |= dict.fromkeys(unread if transfer.what == "load" else (), at)
+        for at, (transfer, numbers, versions, blocks) in enumerate(self.under_way):
             reasons = transfer.reasons
             self.counts["failed"] += len(reasons)
             for position, number in enumerate(numbers):
                 reason = str(reasons.get(position, ""))
                 assert "damaged" not in reason, reason
+                if transfer.what == "store" and not reason and at > last_unread.get(number, at):
+                    del last_unread[number]
+                if number in last_unread:
+                    self.allowed[number] = self.allowed[number] | {MISSING}
                 self.note(transfer.what, number, versions[position], reason, blocks[position] if blocks else None)
+                if number in last_unread:
+                    self.allowed[number] = self.allowed[number] | {MISSING}
         self.under_way.clear()
 
     def note(self, what: str, number: int, version: int, reason: str, block: Any) -> None:
