@@ -229,6 +229,13 @@ FILES = (  # of a kvswap.files.FileStore
 )
 SHARED_FILES = (*FILES, flag("buffered", False), flag("shared", True))  # of kvswap._shared_files.SharedFiles
 
+IDENTITY = (  # of a kvswap.identity.Said
+    text("revision", None),
+    text("weight_version", None),
+    text("name", None),
+    flag("unversioned", False),
+)
+
 REMOTE = (  # of a kvswap.remote.RemoteStore
     path("key", "this client's key pair"),
     count("replicas", 1, 64, 1),

@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 
 from kvswap.files import Layout
 
-__all__ = ["FIELDS", "Field", "Identity", "Said", "digest_of", "folder", "in_words", "table"]
+__all__ = ["FIELDS", "RUN_TIME", "Field", "Identity", "Said", "digest_of", "folder", "in_words", "table"]
+
+RUN_TIME = "run time"  # kv_scales that the engine computes when it runs: no store
 
 _VERSION = 1  # of the fields: another one finds nothing of this
 _MOST_VALUE = 96  # bytes of a value as JSON; of a longer one its begin and a digest
@@ -128,17 +130,10 @@ class Said(NamedTuple):
     unversioned: bool = False  # the model's name stands for its weights
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], where: str) -> Said:
-        """From an engine's JSON. ValueError: of the wrong type."""
-        for key in _SAID:
-            value = options.get(key)
-            if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f'"{key}" of {where} is {value!r}: must be a string that is not empty')
-        unversioned = options.get("unversioned", False)
-        if not isinstance(unversioned, bool):
-            raise ValueError(f'"unversioned" of {where} is {unversioned!r}; it is true or false')
-        said = {key: options.get(key) for key in _SAID}
-        return cls(**said, unversioned=unversioned)
+    def pop(cls, options: dict[str, Any]) -> Said:
+        """Of options that kvswap._options.IDENTITY has read; they are taken out. An empty text counts as none."""
+        found = {name: options.pop(name, None) or None for name in _SAID}
+        return cls(**found, unversioned=options.pop("unversioned", False))
 
     @property
     def weights(self) -> bool:
@@ -184,6 +179,11 @@ class Identity:
         """Whether this process alone finds its blocks, and none after it."""
         return bool(self.unknown)
 
+    @property
+    def storable(self) -> bool:
+        """False: with scales that are computed at run time stored numbers mean something else to each engine."""
+        return self.found.get("kv_scales") != RUN_TIME
+
     @cached_property
     def fields(self) -> dict[str, Any]:
         """What is known, by name; what a store's files hold."""
@@ -219,16 +219,16 @@ class Identity:
         return Layout(block_nbytes, **self.fields)
 
     def warn(self, log: logging.Logger, where: str) -> None:
-        """Log that the identity is this process's own, if it is, and what changes that. where: of the options."""
-        if not self.own:
-            return
+        """Log what keeps blocks from being found, and what changes that, if anything does. where: of the options."""
         model = self.found.get("model") or self.found.get("served_name") or "the model"
-        log.warning(
-            "%s: %s: stored blocks are this process's own, and no other process and no later one finds them. Set %s",
-            model,
-            " and ".join(f"its {_UNKNOWN[name][0]} is not known" for name in self.unknown),
-            ", and ".join(_UNKNOWN[name][1].format(where=where) for name in self.unknown),
-        )
+        if not self.storable:
+            text = "%s: scales of its KV are computed at run time: nothing is stored or found. Set %s"
+            log.warning(text, model, "calculate_kv_scales to false, with scales in the checkpoint")
+        elif self.own:
+            unknown = " and ".join(f"its {_UNKNOWN[name][0]} is not known" for name in self.unknown)
+            cure = ", and ".join(_UNKNOWN[name][1].format(where=where) for name in self.unknown)
+            text = "%s: %s: stored blocks are this process's own, and no other process and no later one finds them. %s"
+            log.warning(text, model, unknown, f"Set {cure}")
 
 
 _UNKNOWN = {  # needed fields: what is not known, and what to set

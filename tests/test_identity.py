@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from kvswap import identity
+from kvswap import _options, identity
 from kvswap._revision import weights_of
 from kvswap.files import FileStore
 from kvswap.identity import FIELDS, Identity, Said, folder
@@ -107,12 +107,15 @@ def test_fields_that_there_are_none_of_are_refused() -> None:
 
 
 def test_options() -> None:
-    options = {"directory": "/d", "revision": "r", "unversioned": True}
-    assert Said.of(options, "the tier") == Said("r", None, None, True)
-    assert Said.of({}, "the tier") == Said()
-    for wrong in ({"revision": 7}, {"name": ""}, {"weight_version": ["a"]}, {"unversioned": "false"}):
+    given = {"directory": "/d", "capacity": 1 << 20, "revision": "r", "name": "", "unversioned": True}
+    options = _options.read(given, (*_options.FILES, *_options.IDENTITY), "the tier")
+    assert Said.pop(options) == Said("r", None, None, True) and options.keys() == {o.name for o in _options.FILES}
+    assert Said.pop(_options.read({}, _options.IDENTITY, "the tier")) == Said()
+    for wrong in ({"revision": 7}, {"name": 1}, {"weight_version": ["a"]}, {"unversioned": "false"}):
         with pytest.raises(ValueError, match=f'"{next(iter(wrong))}" of the tier'):
-            Said.of(wrong, "the tier")
+            _options.read(wrong, _options.IDENTITY, "the tier")
+    with pytest.raises(ValueError, match='is "revision" meant'):
+        _options.read({"revison": "r"}, _options.IDENTITY, "the tier")
 
 
 def test_stores_of_two_identities_do_not_meet(tmp_path: Path) -> None:

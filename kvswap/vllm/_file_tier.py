@@ -15,10 +15,8 @@ loaded, or is damaged, is reported to vLLM as a failed key. A store beyond the d
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
-import json
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
@@ -28,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
-from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvswap import _C, _options
 from kvswap._log import logger
 from kvswap.files import FileStore, Layout
-from kvswap.identity import folder
+from kvswap.identity import Identity, Said, folder
+from kvswap.vllm._identity import identity_of
 
 from . import _tier_stats
 
@@ -51,7 +49,7 @@ _EVENTS = 1 << 20  # kept until vLLM takes them
 # the request.
 _UNREADABLE_SECONDS = 60.0
 _MOST_UNREADABLE = 1 << 16
-_OPTIONS = (*_options.FILES, _options.flag("enable_kv_events", False))
+_OPTIONS = (*_options.FILES, *_options.IDENTITY, _options.flag("enable_kv_events", False))
 
 
 @dataclass
@@ -89,6 +87,15 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         self._store: Any = None  # set by the subclass
         self._readonly = False
         self._stats = _tier_stats.TierStats(tier_type)
+        self._entry = tier_of(tier_type)
+        self.identity: Identity  # set by the subclass, by _identify()
+
+    def _identify(self, offloading_spec: Any, options: dict[str, Any]) -> None:
+        """What this tier's blocks mean. If they mean nothing to another engine, there is a store of nothing."""
+        self.identity = identity_of(offloading_spec, Said.pop(options))
+        self.identity.warn(_log, self._entry)
+        if not self.identity.storable:
+            self._store, self._readonly = _Nothing(), True
 
     # -- vLLM's interface
 
@@ -191,9 +198,11 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
 class FileTier(StoreTier):
     """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
 
-    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. Several engines of
+    directory: parent of the stores; each identity of blocks (kvswap.identity) has its own folder. Several engines of
       this machine share it: each stores its own blocks and loads those of all. A list of directories, on several
       disks, has one writer; another engine opens it for reading only.
+    revision, weight_version, name, unversioned: what the blocks are of, where vLLM cannot tell it or the weights are
+      replaced in place.
     capacity: limit of the bytes that this engine stores; beyond it the least recently used blocks are evicted.
     durability, engine, depth, queue: as for kvswap.files.FileStore.
     enable_kv_events: tell vLLM which blocks come and go, where its KV cache events are on.
@@ -210,12 +219,16 @@ class FileTier(StoreTier):
     ) -> None:
         given = _options.read(options, _OPTIONS, tier_of(tier_type))
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
-        layout = layout_of(offloading_spec, self._stride)
-        directory, capacity = given.pop("directory"), given.pop("capacity")
+        self._identify(offloading_spec, given)
+        directory, capacity, events = given.pop("directory"), given.pop("capacity"), given.pop("enable_kv_events")
+        self._events = False
+        if not self.identity.storable:
+            return
+        layout = self.identity.layout(self._stride)
         folders = [folder(one, layout) for one in (directory if isinstance(directory, list) else [directory])]
         for each in folders:
             each.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._events = _wants_events(offloading_spec, tier_type) if given.pop("enable_kv_events") else False
+        self._events = _wants_events(offloading_spec, tier_type) if events else False
         given |= {"events": _EVENTS} if self._events else {}
         self._store, self._readonly = _open(folders, layout, capacity, given)
         _log.info("file tier %s: %s, %s", ", ".join(map(str, folders)), self._store, self._store.info)
@@ -242,6 +255,25 @@ def tier_of(tier_type: str) -> str:
     return f'the entry "{tier_type}" of secondary_tiers'
 
 
+class _Nothing:
+    """A store in which nothing is stored or found."""
+
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def load(self, keys: list[bytes], blocks: Any) -> None:
+        return None
+
+    def touch(self, keys: list[bytes]) -> None:
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self, timeout: float = 0.0) -> None:
+        return None
+
+
 def _takes_detector() -> bool:
     return "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
 
@@ -265,18 +297,3 @@ def _open(folders: list[Path], layout: Layout, capacity: int, options: dict[str,
             raise
         _log.warning("%s; this engine reads it, and stores nothing", error)
         return FileStore(folders, layout, readonly=True, engine=options["engine"], depth=options["depth"]), True
-
-
-def layout_of(offloading_spec: Any, block_nbytes: int) -> Layout:
-    """The fields by which vLLM's own file tier distinguishes blocks: model, dtype, layer groups, ranks, blocks a
-    file."""
-    taken = inspect.signature(FileMapper.from_offloading_spec).parameters
-    blocks = getattr(offloading_spec, "blocks_per_chunk", None) or getattr(offloading_spec, "block_size_factor", 1)
-    name = "blocks_per_file" if "blocks_per_file" in taken else "gpu_blocks_per_file"
-    mapper = FileMapper.from_offloading_spec(
-        root_dir="", offloading_spec=offloading_spec, parallel_agnostic=True, **{name: blocks}
-    )
-    config = mapper.get_run_config()
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-    known = {key: config[key] for key in ("model_name", "dtype", "tp_size", "pp_size") if key in config}
-    return Layout(block_nbytes, engine="vllm", rank=mapper.rank, config=digest, **known)

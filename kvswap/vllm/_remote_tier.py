@@ -20,14 +20,14 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from kvswap import _options
 from kvswap._log import logger
 
-from ._file_tier import StoreTier, layout_of, tier_of
+from ._file_tier import StoreTier, tier_of
 
 _log = logger("kvswap.vllm")
 _FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again afterwards
 _UNUSED_SECONDS = 60.0  # one that was not used yet is kept longer, as an engine's step can take longer than a second
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
-_OPTIONS = (*_options.REMOTE, _options.path("nodes", "the list of nodes"))
+_OPTIONS = (*_options.REMOTE, *_options.IDENTITY, _options.path("nodes", "the list of nodes"))
 
 
 class _Lookups:
@@ -110,7 +110,9 @@ class RemoteTier(StoreTier):
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         from kvswap.remote import RemoteStore
 
-        self._store = RemoteStore(given.pop("nodes"), layout_of(offloading_spec, self._stride), **given)
+        self._identify(offloading_spec, given)
+        if self.identity.storable:
+            self._store = RemoteStore(given.pop("nodes"), self.identity.layout(self._stride), **given)
         self._lookups = _Lookups(self._store)
         _log.info("remote tier: %s; blocks of %d bytes", self._store, self._stride)
 
