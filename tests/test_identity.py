@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Some
 from typing import Any
 
 import numpy as np
@@ -225,3 +227,201 @@ def test_what_has_no_weights_has_no_revision(tmp_path: Path) -> None:
     assert weights_of(str(file)).revision is not None
     assert weights_of("s3://bucket/model").revision is None
     assert weights_of("/no/such/folder").revision is None
+
+
+# -- vLLM, with stand-ins of its objects' attributes; tests/integration/vllm_identity.py has the real ones -------------
+
+
+def vllm_objects(home: Path) -> tuple[Any, Any, Any]:
+    """VllmConfig, KVCacheConfig and OffloadingSpec of 0.33."""
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    snapshot = str(cached(home, COMMIT))
+    hf_config = Some(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, _commit_hash=None)
+    vllm_config = Some(
+        model_config=Some(
+            model=snapshot, revision=None, model_weights="", dtype="torch.bfloat16", use_mla=False, quantization=None,
+            quantization_config=None, hf_config=hf_config, hf_text_config=hf_config, hf_overrides={},
+            hf_config_path=None, code_revision=None, model_class_overrides={}, max_model_len=4096,
+            served_model_name="served",
+        ),
+        cache_config=Some(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[], block_size=16,
+            mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", kv_cache_layout="LBNHC", calculate_kv_scales=False,
+            gpu_memory_utilization=0.9,
+        ),
+        load_config=Some(load_format="auto", download_dir=None),
+        attention_config=Some(backend=None, backend_per_kind={}, indexer_kv_dtype="auto"),
+        parallel_config=Some(cp_kv_cache_interleave_size=1),
+        scheduler_config=Some(max_num_seqs=16),
+        speculative_config=None,
+        use_v2_model_runner=False,
+        kv_transfer_config=Some(engine_id="engine"),
+    )  # fmt: skip
+    spec = Some(block_size=16, num_kv_heads=4, head_size=64, dtype="torch.bfloat16", sliding_window=None)
+    cache = Some(
+        num_blocks=8,
+        kv_cache_groups=[Some(layer_names=layers, kv_cache_spec=spec)],
+        kv_cache_tensors=[Some(size=8 << 16, layers=layers, layer_stride=8 << 14, block_stride=1 << 14, offset=0)],
+    )
+    offloading = Some(
+        config=Some(
+            engine_id="engine",
+            groups=[Some(tokens_per_block=16, layer_names=layers)],
+            parallel=Some(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0),
+            model=Some(name=snapshot, dtype="bfloat16"),
+            cache=Some(tokens_per_hash=16, blocks_per_chunk=1),
+            replicated_layout=False,
+            canonical_layout=False,
+            kv_cache_layout="LBNHC",
+        ),
+        blocks_per_chunk=1,
+    )
+    return vllm_config, cache, offloading
+
+
+VLLM_DIFFERENT: list[tuple[str, str, Any]] = [
+    ("revision", "vllm.model_config.model", f"/hub/models--org--model/snapshots/{OTHER}"),
+    ("model", "vllm.model_config.model", f"/hub/models--org--another/snapshots/{COMMIT}"),
+    ("weights", "vllm.load_config.load_format", "dummy"),
+    ("dtype", "vllm.model_config.dtype", "torch.float16"),
+    ("kv_format", "vllm.cache_config.cache_dtype", "fp8_e4m3"),
+    ("kv_format", "vllm.cache_config.cache_dtype", "fp8_e5m2"),
+    ("kv_format", "vllm.cache_config.kv_cache_dtype_skip_layers", ["0"]),
+    ("kv_format", "vllm.cache_config.mamba_ssm_cache_dtype", "float32"),
+    ("kv_format", "vllm.attention_config.indexer_kv_dtype", "fp8"),
+    ("quantization", "vllm.model_config.quantization", "fp8"),
+    ("quantization", "vllm.model_config.quantization_config", {"activation_scheme": "static"}),
+    ("rope", "vllm.model_config.hf_text_config.rope_parameters", {"rope_type": "default", "rope_theta": 1e6}),
+    ("overrides", "vllm.model_config.hf_overrides", {"rope_theta": 1e6}),
+    ("overrides", "vllm.model_config.hf_config_path", "/other"),
+    ("overrides", "vllm.model_config.code_revision", OTHER),
+    ("mla", "vllm.model_config.use_mla", True),
+    ("layout", "spec.config.kv_cache_layout", "LBHNC"),
+    ("layout", "cache.kv_cache_tensors.0.block_stride", 1 << 16),
+    ("layout", "cache.kv_cache_tensors.0.layers", ["model.layers.1"]),
+    ("backend", "vllm.attention_config.backend", Some(name="FLASHINFER")),
+    ("backend", "vllm.attention_config.backend_per_kind", {"mamba": Some(name="MAMBA2")}),
+    ("tokens", "spec.config.groups.0.tokens_per_block", 32),
+    ("tokens", "spec.config.cache.tokens_per_hash", 8),
+    ("tokens", "spec.blocks_per_chunk", 2),
+    ("layers", "spec.config.groups.0.layer_names", ["model.layers.0"]),
+    ("layers", "cache.kv_cache_groups.0.kv_cache_spec.sliding_window", 1024),
+    ("layers", "cache.kv_cache_groups.0.kv_cache_spec.num_kv_heads", 8),
+    ("layers", "cache.kv_cache_groups.0.kv_cache_spec.dtype", "torch.uint8"),
+    ("ranks", "spec.config.parallel.tp_size", 2),
+    ("ranks", "spec.config.parallel.pp_size", 2),
+    ("ranks", "spec.config.parallel.dcp_size", 2),
+    ("ranks", "spec.config.parallel.pcp_size", 2),
+    ("hash", "vllm.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    ("draft", "vllm.speculative_config", Some(
+        method="eagle3", quantization=None, kv_cache_dtype=None, draft_load_config=None,
+        draft_model_config=Some(model=f"/hub/models--org--draft/snapshots/{OTHER}", revision=None))),
+]  # fmt: skip
+VLLM_SHARED: list[tuple[str, Any]] = [
+    ("vllm.model_config.served_model_name", "prod"),
+    ("vllm.model_config.max_model_len", 8192),
+    ("vllm.scheduler_config.max_num_seqs", 256),
+    ("vllm.cache_config.gpu_memory_utilization", 0.5),
+    ("vllm.kv_transfer_config.engine_id", "engine"),
+    ("vllm.load_config.load_format", "safetensors"),
+    ("vllm.speculative_config", Some(method="ngram", draft_model_config=Some(model="m"))),
+    ("cache.num_blocks+", 16),
+]
+
+
+def changed(roots: dict[str, Any], path: str, value: Any) -> None:
+    thing: Any = roots
+    *most, last = path.split(".")
+    for name in most:
+        thing = thing[name] if isinstance(thing, dict) else thing[int(name)] if name.isdigit() else getattr(thing, name)
+    setattr(thing, last, value)
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of changes to make: the identity. Frames have the configuration, as those of vLLM's functions do."""
+    from kvswap.vllm import _identity
+
+    utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
+    utils.DEFAULT_NONE_HASH_SEED = "vllm-none-hash"
+    core: Any = ModuleType("vllm.v1.core")
+    core.kv_cache_utils = utils
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.core", core)
+    for name in ("PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(changes: dict[str, Any] | None = None, said: Said | None = None, *, hidden: bool = False) -> Identity:
+        vllm_config, kv_cache_config, spec = vllm_objects(tmp_path)
+        for path, value in (changes or {}).items():
+            if path == "cache.num_blocks+":  # all that follows from it
+                kv_cache_config.num_blocks = value
+                kv_cache_config.kv_cache_tensors[0].layer_stride = value << 14
+            else:
+                changed({"vllm": vllm_config, "cache": kv_cache_config, "spec": spec}, path, value)
+        if hidden:
+            del vllm_config, kv_cache_config
+        return _identity.identity_of(spec, said or Said())
+
+    make.utils = utils  # type: ignore[attr-defined]
+    return make
+
+
+@pytest.mark.parametrize(("field", "path", "value"), VLLM_DIFFERENT)
+def test_vllm_each_field(vllm: Any, field: str, path: str, value: Any) -> None:
+    before, after = vllm(), vllm({path: value})
+    assert not before.own and not after.own
+    assert before.fields.get(field) != after.fields.get(field) and before.digest != after.digest
+
+
+def test_vllm_both_fp8_formats(vllm: Any) -> None:
+    formats = ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "auto"]
+    assert len({vllm({"vllm.cache_config.cache_dtype": name}).digest for name in formats}) == len(formats)
+
+
+@pytest.mark.parametrize(("path", "value"), VLLM_SHARED)
+def test_vllm_what_does_not_change_bytes(vllm: Any, path: str, value: Any) -> None:
+    assert vllm({path: value}).digest == vllm().digest
+
+
+def test_vllm_mla_is_whole_on_each_rank(vllm: Any) -> None:
+    mla = {"vllm.model_config.use_mla": True}
+    two = {"spec.config.parallel.tp_size": 2}
+    assert vllm({**mla, **two, "spec.config.replicated_layout": True}).digest == vllm(mla).digest
+    assert vllm({**mla, **two}).digest != vllm(mla).digest, "a copy for each rank"
+
+
+def test_vllm_what_is_not_known(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in (
+        {"vllm.model_config.model": "org/other"},
+        {"vllm.model_config.model_weights": "s3://bucket"},
+        {"vllm.model_config.hf_config._commit_hash": OTHER},  # the repository moved while vLLM started
+        {"vllm.speculative_config": Some(method="eagle", draft_model_config=Some(model="org/draft", revision=None))},
+    ):
+        assert vllm(own).unknown == ("revision",) and not vllm(own, Said(revision="r")).own
+    assert vllm({"vllm.model_config.model": "org/m", "vllm.model_config.hf_config._commit_hash": OTHER}).own is False
+    assert vllm({"vllm.cache_config.prefix_caching_hash_algo": "xxhash"}).unknown == ("hash",)
+    monkeypatch.delattr(vllm.utils, "DEFAULT_NONE_HASH_SEED")  # to 0.28
+    assert vllm().unknown == ("hash",)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    first = vllm()
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert not first.own and vllm().digest != first.digest
+
+
+def test_vllm_without_its_configuration(vllm: Any) -> None:
+    """A tier that a program makes by itself."""
+    hidden = vllm(hidden=True)
+    assert not hidden.own and hidden.fields["kv_format"] == "bfloat16" and hidden.fields["revision"] == COMMIT
+    for field, path, value in VLLM_DIFFERENT:
+        if path.startswith("spec."):
+            assert vllm({path: value}, hidden=True).fields.get(field) != hidden.fields.get(field)
+    mla = {"spec.config.parallel.tp_size": 2, "spec.config.replicated_layout": True}
+    assert vllm(mla, hidden=True).digest == hidden.digest
+
+
+def test_vllm_scales_of_run_time(vllm: Any) -> None:
+    scales = {"vllm.cache_config.calculate_kv_scales": True}
+    assert vllm(scales).storable, "the cache has no scales"
+    assert not vllm({**scales, "vllm.cache_config.cache_dtype": "fp8"}).storable

@@ -62,7 +62,9 @@ class Rig:
         self.memory = random_bytes(1, CHUNKS * NBYTES).reshape(CHUNKS, NBYTES).copy()
         self.before = self.memory.copy()
         directory: Any = list(map(str, folder)) if isinstance(folder, list) else str(folder)
-        self.open({"type": "FileTier", "directory": directory, "capacity": 8 << 20, **options}, rank, events)
+        self.open(
+            {"type": "FileTier", "directory": directory, "capacity": 8 << 20, "revision": "r"} | options, rank, events
+        )
         self.context = (
             base.ReqContext(req_id="request") if "req_id" in inspect.signature(base.ReqContext).parameters else None
         )
@@ -97,6 +99,12 @@ class Rig:
         answer = self.tier.lookup(key_of(number), self.context)
         assert answer in (base.LookupResult.HIT, base.LookupResult.MISS)
         return bool(answer == base.LookupResult.HIT)
+
+
+@pytest.fixture(autouse=True)
+def keys_of_engines_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 0.28 vLLM takes a random seed without it."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
 @pytest.fixture
@@ -290,9 +298,34 @@ def test_what_it_adds_to_vllms_metrics(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert rig.tier.get_stats() is None
 
 
-def test_the_layout_is_what_vllm_tells_files_apart_by() -> None:
-    one, two = vllm_file_tier.layout_of(spec(), NBYTES), vllm_file_tier.layout_of(spec(rank=1), NBYTES)
-    assert one != two and len(one.text) < 500 and one.fields["model_name"] == "org/model"
-    changed = spec()
-    changed.config.groups[0].tokens_per_block = 32
-    assert vllm_file_tier.layout_of(changed, NBYTES) != one
+def test_what_the_tier_is_told_of(tmp_path: Path) -> None:
+    """tests/integration/vllm_identity.py has vLLM's own configurations."""
+    rig, other = Rig(tmp_path), Rig(tmp_path, rank=1)
+    assert rig.tier.identity.fields["model"] == "org/model" and not rig.tier.identity.own
+    assert rig.tier.identity != other.tier.identity
+    for one in (rig, other):
+        one.tier.shutdown()
+    own = Rig(tmp_path, revision=None)
+    assert own.tier.identity.own and own.tier.identity.unknown[0] == "revision"
+    own.finished(own.job([1], [1], load=False))
+    again = Rig(tmp_path, revision=None)
+    assert own.has(1) and not again.has(1)
+    for one in (own, again):
+        one.tier.shutdown()
+
+
+def test_scales_of_run_time_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvswap.identity import RUN_TIME
+
+    found = vllm_file_tier.identity_of(spec(), vllm_file_tier.Said("r")).found
+    at_run_time = vllm_file_tier.Identity("vllm", {**found, "kv_scales": RUN_TIME}, vllm_file_tier.Said("r"))
+    monkeypatch.setattr(vllm_file_tier, "identity_of", lambda *_: at_run_time)
+    rig = Rig(tmp_path)
+    job = rig.job([1], [1], load=False)
+    assert not rig.finished()[job].success and not rig.has(1)
+    job = rig.job([1], [2], load=True)
+    assert not rig.finished()[job].success
+    rig.tier.touch([key_of(1)], rig.context)
+    assert rig.tier.get_stats() is None and list(rig.tier.take_events()) == []
+    rig.tier.shutdown()
+    assert not list(tmp_path.iterdir())

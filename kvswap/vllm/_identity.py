@@ -78,13 +78,13 @@ def _of_model(vllm: Any, config: Any, said: Said) -> dict[str, Any]:
     called, revision = weights_of(
         model.model, model.revision, cache=_get(vllm, "load_config.download_dir"), any_weights=dummy
     )
-    of_config = _get(model, "hf_config._commit_hash")  # of what vLLM has read, before the weights
-    if _get(model, "model_weights") or (of_config and revision and revision != of_config and len(revision) == 40):
-        revision = None  # in an object store; or the repository moved while vLLM started
+    read = _get(model, "hf_config._commit_hash")  # of the configuration that vLLM has read, before the weights
+    moved = read is not None and revision not in (None, read)  # the repository, while vLLM started
+    revision = None if moved else revision or read
     draft, known = _draft(vllm.speculative_config)
     return {
         "model": called,
-        "revision": (revision or of_config) if known and not _get(model, "model_weights") else None,
+        "revision": revision if known and not _get(model, "model_weights") else None,  # else in an object store
         "weights": "dummy" if dummy else None,
         "dtype": _name(model.dtype),
         "quantization": _quantization(model),
