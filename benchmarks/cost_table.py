@@ -1,6 +1,6 @@
-"""csrc/plan/cost_default.c, the costs that serve where nothing was calibrated, from a calibration:
+"""csrc/paths/costs_default.c, the costs that serve where nothing was calibrated, from a calibration:
 
-python3 benchmarks/cost_table.py CALIBRATION > csrc/plan/cost_default.c
+python3 benchmarks/cost_table.py CALIBRATION > csrc/paths/costs_default.c
 
 With --rows PATH, only that path's rows are taken from it, and all else stays what it was: where only how this path runs
 has changed. Starts are microseconds of a processor, which differ from machine to machine more than paths do.
@@ -18,7 +18,7 @@ from kvswap.typing import ForcedPath
 _HEAD = """\
 /* The costs that serve where nothing was calibrated: those of an H200 on PCIe 5. Made by benchmarks/cost_table.py
  * from a calibration of that machine; do not edit. */
-#include "plan/cost.h"
+#include "paths/costs.h"
 
 /* clang-format off */
 static const struct kvs_costs costs = {

@@ -639,7 +639,7 @@ def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyP
     import cost_table
 
     costs = _C._costs_read(None)
-    text = (ROOT / "csrc" / "plan" / "cost_default.c").read_text()
+    text = (ROOT / "csrc" / "paths" / "costs_default.c").read_text()
     assert cost_table.table(costs, costs) == text
     for of_direction in (gpu := _C._costs_read(None))["d2h"], gpu["h2d"]:
         del of_direction["direct"]

@@ -44,7 +44,7 @@ ROWS = [
     {f"host/{name}.h" for name in ("arena", "memory", "parts", "queue", "words", "copy", "kernel", "device")},
     {"hostpool/budget.h", "hostpool/pages.h", "ipc/exchange.h"},
     {"plan/cost.h", "plan/plan.h", "plan/layout.h", "lanes/hazard.h", "racecheck/racecheck.h", "racecheck/clock.h"},
-    {"plan/calibration.h", "plan/packing.h", "plan/stride.h"},
+    {"plan/packing.h", "plan/stride.h"},
     {"lanes/tables.h", "memory/reclaim.h"},
     {"engine/engine.h"},
     {"lanes/state.h", "lanes/work.h", "lanes/pool_state.h"},
@@ -62,7 +62,10 @@ ROWS = [
     },
     {"hostpool/hostpool.h", "ipc/serve.h"},
     {"offload/offload.h"},
-    {"paths/submit.h", "paths/slots.h"},
+    {"paths/submit.h", "paths/slots.h", "paths/direct.h", "paths/many.h", "paths/costs.h", "lanes/order.h"},
+    {"paths/submission.h", "paths/calibration.h", "calls/shape.h", "calls/swap.h"},
+    {f"paths/{name}.h" for name in ("path", "parts", "copies", "units", "choose")},
+    {"paths/table.h"},
     {"calls/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
@@ -181,7 +184,7 @@ def test_the_bindings_use_the_surface() -> None:
         "py/trace.h",
     }
     more = {
-        "calibration.c": {"plan/calibration.h"},
+        "calibration.c": {"paths/calibration.h", "paths/table.h"},
         "disk.c": {"files/disk.h"},
         "files.c": {"files/sys.h", "files/cufile.h"},
         "machine.c": {"cuda/fatbin.h", "hostpool/budget.h"},
@@ -373,7 +376,7 @@ def test_the_header_is_shipped() -> None:
 
 LISTS_OF_PATHS = [  # where users and developers look for them
     *("docs/paths.md", "docs/concepts.md", "docs/configuration.md", "docs/calibration.md", "docs/glossary.md"),
-    *("csrc/py/options.h", "csrc/py/transfer.c", "csrc/plan/cost.c", "benchmarks/cost_table.py"),
+    *("csrc/py/options.h", "csrc/py/transfer.c", "benchmarks/cost_table.py"),
     *("kvswap/_devices.py", "kvswap/bench/methods.py", "kvswap/bench/plot.py"),
 ]
 

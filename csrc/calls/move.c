@@ -5,12 +5,16 @@
 #include <string.h>
 
 #include "calls/move.h"
+#include "calls/shape.h"
+#include "calls/swap.h"
 #include "device/share.h"
 #include "lanes/buffers.h"
 #include "lanes/late.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"
 #include "memory/cover.h"
+#include "paths/choose.h"
+#include "paths/submit.h"
 #include "plan/layout.h"
 #include "racecheck/racecheck.h"
 

@@ -1,6 +1,9 @@
 /* The plan of a checked kvs_move_blocks(): copies, rects, or rows with pairs of slots. */
 #include "calls/move.h"
+#include "calls/shape.h"
+#include "calls/swap.h"
 #include "lanes/buffers.h"
+#include "paths/choose.h"
 
 bool kvs_move_rect(const struct move_call *call, const struct kvs_run *run, struct kvs_rect *rect) {
   return kvs_rect_make(rect, run->dst, run->src, run->row_nbytes, run->rows, run->dst_pitch, run->src_pitch,

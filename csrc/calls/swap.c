@@ -3,10 +3,14 @@
 #include <string.h>
 
 #include "base/span.h"
+#include "calls/shape.h"
+#include "calls/swap.h"
 #include "lanes/buffers.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"
 #include "memory/cover.h"
+#include "paths/choose.h"
+#include "paths/submit.h"
 
 int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
   if (!options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;

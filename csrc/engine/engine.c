@@ -12,8 +12,8 @@
 #include "lanes/late.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"
+#include "paths/calibration.h"
 #include "paths/slots.h"
-#include "plan/calibration.h"
 #include "racecheck/racecheck.h"
 
 /* -- costs ----------------------------------------------------------------------------------------------------- */
@@ -78,10 +78,10 @@ static void start_racecheck(void) {
 
 static int read_path(const char *wanted, enum kvs_path *path, struct kvs_error *err) {
   char all[80] = "";
-  for (int i = KVS_PATH_AUTO; i < KVS_PATHS; i++) {
+  for (int i = 0; i < KVS_PATHS; i++) {
     *path = (enum kvs_path)i;
-    if (strcmp(wanted, kvs_path_names[i]) == 0) return KVS_OK;
-    snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "", kvs_path_names[i]);
+    if (strcmp(wanted, kvs_path_name((enum kvs_path)i)) == 0) return KVS_OK;
+    snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "", kvs_path_name((enum kvs_path)i));
   }
   return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of %s", wanted, all);
 }

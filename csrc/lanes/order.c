@@ -6,6 +6,7 @@
 
 #include "device/share.h"
 #include "lanes/lane.h"
+#include "lanes/order.h"
 #include "lanes/peer.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"

@@ -109,7 +109,7 @@ void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_default
 }
 
 void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
-  *defaults = (struct kvs_defaults){.path = KVS_PATH_AUTO};
+  *defaults = (struct kvs_defaults){0};
   if (kvs_dev_forked(engine->device)) return;
   pthread_mutex_lock(&engine->lock);
   *defaults = engine->defaults;

@@ -107,7 +107,6 @@ struct kvs_work {
   void (*settle)(const void *call, const struct kvs_transfer *); /* called when the refused blocks are known */
 };
 
-/* swap.c */
 /* Arguments of kvs_swap_cache(). */
 struct kvs_cache_call {
   const struct kvs_tensor *tensors;
@@ -117,35 +116,5 @@ struct kvs_cache_call {
   uint64_t max_pitch;
   bool layered;
 };
-int kvs_cache_plan(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
-/* Find the regions and the shape of a checked call. The work has its slots already. */
-int kvs_cache_prepare(struct kvs_engine *, struct kvs_work *, const struct kvs_cache_call *, const struct kvs_options *,
-                      struct kvs_error *);
-/* Check options->device_ids (not NULL) and find their memory: they are as many as `count` on the other side. */
-int kvs_check_device_ids(struct kvs_engine *, struct kvs_scratch *, const struct kvs_options *, const char *name,
-                         const char *other, size_t count, struct kvs_error *);
-int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
-bool kvs_wants_layers(const struct kvs_options *);
-bool kvs_may_cross_seams(const struct kvs_regions *);
-enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
-const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
-
-/* submit.c */
-/* Fill in the engine's defaults where the caller's options (NULL: none) leave a choice. Once for each call. */
-int kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, struct kvs_options *, struct kvs_error *);
-/* Whether a call that moves `entries` blocks of all tensors may use rects; and rows with pairs of slots. */
-bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
-bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
-/* Compute the shape from the rows and the pairs of slots, without rects. Runs of the host's side are counted later,
- * where they matter. `cpu_slots`: the host's slots are below this. */
-void kvs_find_shape(struct kvs_work *, uint64_t cpu_slots);
-int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
-               struct kvs_error *);
-
-/* order.c, on the lane that the caller holds. Before: the transfer's head waits for the start dependencies. Behind:
- * later work waits for the lane stream. */
-int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
-int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
-int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
 
 #endif

@@ -3,9 +3,12 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "calls/swap.h"
 #include "lanes/buffers.h"
 #include "lanes/registry.h"
 #include "offload/offload.h"
+#include "paths/choose.h"
+#include "paths/submit.h"
 
 /* -- a job ----------------------------------------------------------------------------------------------------- */
 

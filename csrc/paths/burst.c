@@ -13,21 +13,38 @@
  *
  * After a refused driver call the state of a slot is unknown: the set is not used until both streams are idle, and the
  * copy engine repeats the transfer behind that work. */
-#include "paths/submit.h"
-
+#include <math.h>
 #include <string.h>
 
 #include "lanes/buffers.h"
 #include "lanes/lane.h"
+#include "paths/copies.h"
+#include "paths/many.h"
+#include "paths/parts.h"
+#include "paths/path.h"
+#include "paths/slots.h"
+#include "paths/units.h"
+#include "plan/cost.h"
 #include "racecheck/racecheck.h"
 
 enum {
+  PIECE = 4 << 10,        /* bytes that a warp (PACK) takes at a time */
   LAYER_NBYTES = 2 << 20, /* least bytes of a group of layers */
   LAYER_RUN_NBYTES = 128 << 10,
   LEAST_LAYER_GROUPS = 4,
   MOST_LAYER_GROUPS = 8,
-  LAUNCH_NBYTES = 32 << 20, /* most bytes of layers that path kernel copies by one launch */
 };
+
+/* The kernels of bursts use SMs that the model needs, so a burst must be this much faster than the copy engine alone.
+ * Measured beside matrix products (H200, jobs of 256 blocks of 2 MiB): bursts slowed the model by 1.05 D2H and 1.09
+ * H2D, plain copies of the same speed by 1.01 and 1.04. */
+static const double HANDICAP = 1.04;
+
+/* Copies of this size reach 0.96 of a burst's speed and cost a model less. Measured beside a matrix product (H100, 256
+ * blocks of 2 MiB D2H): copies slowed the product by 1.014 at 53 GB/s, bursts by 1.056 at 47. A kernel also delays all
+ * later kernels of a model's graphs (docs/performance.md, "A model's graphs"). */
+static const double LARGE_HANDICAP = 1.08;
+static const uint64_t LARGE_NBYTES = 512 << 10;
 
 /* -- preparing ------------------------------------------------------------------------------------------------- */
 
@@ -43,46 +60,19 @@ static size_t layer_groups(const struct kvs_work *work) {
   return groups ? (size_t)groups : 1;
 }
 
-/* A layer with a start dependency of its own begins a group, since that dependency may wait for the previous layer. */
-static bool starts_alone(const struct kvs_submission *s, size_t layer) {
-  const struct kvs_options *options = s->options;
-  return layer < options->nafter_layers && options->after_layers[layer].kind != KVS_AFTER_NONE;
-}
-
 static bool begins_group(const struct kvs_submission *s, size_t layer) {
   size_t layers = s->work->scratch->nlayers, groups = layer_groups(s->work);
-  return starts_alone(s, layer) || layer == 0 || layer * groups / layers != (layer - 1) * groups / layers;
+  return kvs_starts_alone(s, layer) || layer == 0 || layer * groups / layers != (layer - 1) * groups / layers;
 }
 
-/* The link idles between launches. Measured, H200, 512 MiB: 10.9 ms to the host by one launch, 11.9 back by 64. But a
- * model begins when it has the first layers, and ends after the last ones. So groups grow, and shrink at the end. */
-static size_t layers_of_launch(const struct kvs_work *work, size_t layers, size_t layer) {
-  size_t size = (layers - layer) / 2;
-  uint64_t mean = work->nbytes / layers + 1, least = LAYER_NBYTES / mean, most = LAUNCH_NBYTES / mean;
-  if (size > layer) size = layer;
-  if (size > most) size = (size_t)most;
-  if (size < least) size = (size_t)least;
-  return size ? size : 1;
-}
-
-bool kvs_is_one_launch(const struct kvs_work *work) {
-  size_t layers = work->nlayers;
-  return !work->layered || layers < 2 || layers_of_launch(work, layers, 0) >= layers;
-}
-
-size_t kvs_layer_group_end(const struct kvs_submission *s, size_t layer) {
-  const struct kvs_work *work = s->work;
-  size_t end = layer + 1, layers = work->scratch->nlayers;
-  if (s->transfer->path == KVS_PATH_BURST)
-    while (end < layers && !begins_group(s, end)) end++;
-  if (s->transfer->path == KVS_PATH_KERNEL)
-    for (size_t size = layers_of_launch(work, layers, layer);
-         end < layers && end - layer < size && !starts_alone(s, end);)
-      end++;
+static size_t layer_group_end(const struct kvs_submission *s, size_t layer) {
+  size_t end = layer + 1, layers = s->work->scratch->nlayers;
+  while (end < layers && !begins_group(s, end)) end++;
   return end;
 }
 
-int kvs_pack_for_burst(struct kvs_submission *s) {
+/* Pack the work's rows, once. */
+static int pack(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   struct kvs_scratch *scratch = work->scratch;
   uint64_t most = s->slots->slot_nbytes;
@@ -95,6 +85,103 @@ int kvs_pack_for_burst(struct kvs_submission *s) {
     if (layer + 1 == scratch->nlayers || begins_group(s, layer + 1)) ends[nends++] = scratch->layers[layer].rows;
   return status ? status : kvs_pack_rows(&scratch->rows, work->direction, most, ends, nends, &scratch->packing, s->err);
 }
+
+/* -- choosing ---------------------------------------------------------------------------------------------------- */
+
+static double cost(const struct kvs_costs *costs, const struct kvs_path_cost *own, const struct kvs_shape *shape) {
+  (void)costs;
+  if (shape->rows == 0 || shape->runs == 0) return INFINITY;
+  double gather = kvs_cost_of_all(own->each, shape->nbytes, shape->rows),
+         move = kvs_cost_of_all(own->run, shape->nbytes, shape->runs);
+  double alone = shape->nbytes > KVS_COST_ALONE ? KVS_COST_ALONE / (double)shape->nbytes : 1;
+  double more = own->extra * (shape->nbytes < KVS_COST_SLOT ? (double)shape->nbytes / KVS_COST_SLOT : 1);
+  return own->start + more + (gather > move ? gather + move * alone : move + gather * alone);
+}
+
+static double handicap(const struct kvs_submission *s) {
+  const struct kvs_shape *shape = &s->work->shape;
+  bool large = shape->copies && shape->nbytes / shape->copies >= LARGE_NBYTES;
+  if (s->options->priority == KVS_PRIORITY_HIGH) return 1; /* the model's slowdown does not count */
+  return large ? LARGE_HANDICAP : HANDICAP;
+}
+
+/* The costs were measured with runs of whole pages. Odd sizes cost the copy engine more. */
+static double odd_runs(const struct kvs_shape *shape) {
+  uint64_t mean = shape->runs ? shape->nbytes / shape->runs : 0;
+  bool round = mean % 4096 == 0 && mean * shape->runs == shape->nbytes;
+  return mean < 128 << 10 && !round ? 1.15 : 1.0;
+}
+
+/* The first copies of a burst, of which the costs were measured with many. Those of path `dma` take no longer from host
+ * to device than the other way: 4 to 24 KiB, 4 to 64 copies, within 5 us on an H100; 7 of 27 KiB took 23 us in all on
+ * an H200 (benchmarks/bench_few.py). */
+static double slow_start(const struct kvs_shape *shape) {
+  uint64_t copies = shape->runs, mean = copies > 1 ? shape->nbytes / copies : 0,
+           first = copies < KVS_COST_BATCH ? copies : KVS_COST_BATCH;
+  bool slow = shape->direction == KVS_H2D && mean < KVS_SLOW_COPY_NBYTES;
+  return slow ? (double)(first * mean) / 1024 * KVS_SLOW_COPY_NS_PER_KIB : 0;
+}
+
+static double predict(const struct kvs_submission *s) {
+  const struct kvs_shape *shape = &s->work->shape;
+  double ns =
+      kvs_path_ns(&kvs_path_burst, KVS_PATH_BURST, &s->engine->costs, shape) * odd_runs(shape) + slow_start(shape);
+  return ns * kvs_many_handicap(shape->runs, shape->nbytes) * handicap(s);
+}
+
+/* The race checker follows single copies; with ids on the device there are none. */
+static bool worth(const struct kvs_submission *s) {
+  return kvs_kernels_allowed(s) && (!kvs_racecheck_on() || s->work->on_device.ids);
+}
+
+/* A warp of PACK takes no more than KVS_KERNEL_PIECE. */
+static bool fits_kernel(const struct kvs_submission *s) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  uint64_t lines = rows->count * s->work->nslots, parts = kvs_longest_row(rows, 0, rows->count) / KVS_KERNEL_PIECE + 1,
+           units;
+  return !__builtin_mul_overflow(lines, parts, &units) && units < (uint64_t)1 << 31;
+}
+
+/* Bursts need the host on one side. */
+static bool fits(const struct kvs_submission *s) {
+  bool possible = !s->peer && s->work->direction != KVS_OTHER_DIRECTION && atomic_load(&s->engine->bursts);
+  return possible && (!s->work->on_device.ids || (s->work->nslots && fits_kernel(s)));
+}
+
+static enum kvs_path instead(const struct kvs_submission *s) {
+  return s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
+}
+
+static const char *why_not(const struct kvs_submission *s, char room[KVS_BURST_NOTE]) {
+  return kvs_bursts_off(s->engine, room) ? room : NULL;
+}
+
+static void release(struct kvs_submission *s) {
+  if (s->slots) pthread_mutex_unlock(&s->slots->lock);
+  s->slots = NULL;
+}
+
+/* False, for example: both sets wait for other lanes. Layered transfers do not cut rows, so a slot must hold the
+ * longest row. The slot size is known once the set is locked. */
+static bool take(struct kvs_submission *s) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
+  if (s->slots && s->work->layered && kvs_longest_row(rows, 0, rows->count) > s->slots->slot_nbytes) release(s);
+  return s->slots != NULL;
+}
+
+/* Count the host's runs; this costs as much as the rest of the planning. Lists have the count already. */
+static int measure(struct kvs_submission *s) {
+  struct kvs_work *work = s->work;
+  const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
+  if (!work->grid || work->packed) return KVS_OK;
+  int status = pack(s);
+  return status ? status
+                : kvs_pack_count_runs(&work->scratch->packing, host, work->nslots, work->cpu_slots,
+                                      &work->scratch->plan, &work->shape.runs, s->err);
+}
+
+/* -- preparing, continued ------------------------------------------------------------------------------------------ */
 
 /* Whether the first stage may start before earlier transfers of the lane end: not with memory that may be on either
  * side, where one stage could overtake the other, nor under the race checker. */
@@ -110,12 +197,20 @@ static bool is_empty(const struct kvs_submission *s) {
   return s->listed ? s->work->scratch->copies.count == 0 : s->work->nslots == 0 || s->work->scratch->rows.count == 0;
 }
 
+static int prepare_pairs(struct kvs_submission *s) {
+  int status = kvs_prepare_grid(s);
+  if (status) return status;
+  s->units.piece = PIECE; /* each burst sets its own parts */
+  if (s->work->nslots && s->work->scratch->rows.count) kvs_pack_sort(&s->work->scratch->packing, s->work->direction);
+  return KVS_OK;
+}
+
 /* Without overlap the lane stream alone is as good. Background transfers use it alone too: the link then pauses during
  * each kernel, and any other pause would need a kernel that occupies an SM. */
-int kvs_prepare_burst(struct kvs_submission *s) {
-  bool list = kvs_wants_list(s);
-  int status = list ? kvs_prepare_list(s) : kvs_pack_for_burst(s);
-  if (!status && !list) status = kvs_prepare_grid(s);
+static int prepare(struct kvs_submission *s) {
+  bool list = kvs_needs_list(s);
+  int status = list ? kvs_prepare_list(s) : pack(s);
+  if (!status && !list) status = prepare_pairs(s);
   if (status) return status;
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
   one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
@@ -222,8 +317,8 @@ static int join_stages(struct kvs_submission *s, unsigned slot, struct kvs_error
   return status;
 }
 
-static int issue(struct kvs_submission *s, struct kvs_piece *pieces, const struct kvs_burst *burst,
-                 struct kvs_error *why) {
+static int issue_burst(struct kvs_submission *s, struct kvs_piece *pieces, const struct kvs_burst *burst,
+                       struct kvs_error *why) {
   struct kvs_slots *slots = s->slots;
   struct kvs_packing *packing = &s->work->scratch->packing;
   const struct kvs_regions *regions = &s->work->scratch->regions;
@@ -254,7 +349,7 @@ static int issue_grid(struct kvs_submission *s, struct kvs_error *why) {
       kvs_cut_grid(packing, s->first_row, s->rows_end, s->work->direction, s->slots->slot_nbytes, s->work->layered);
   struct kvs_burst burst;
   int status = kvs_place_rows(s, s->first, why);
-  while (!status && kvs_cut_next(&cutter, packing, &burst)) status = issue(s, NULL, &burst, why);
+  while (!status && kvs_cut_next(&cutter, packing, &burst)) status = issue_burst(s, NULL, &burst, why);
   return status;
 }
 
@@ -262,11 +357,11 @@ static int issue_list(struct kvs_submission *s, struct kvs_error *why) {
   struct kvs_piece *pieces;
   struct kvs_burst burst;
   uint64_t nbytes = 0;
-  size_t count = kvs_place_list(s, &pieces);
+  size_t count = kvs_place_list(s, false, &pieces); /* the copy engine reads or writes the host side */
   for (size_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
   struct kvs_cutter cutter = kvs_cut_list(nbytes, s->work->direction, s->slots->slot_nbytes, s->work->layered);
   int status = KVS_OK;
-  while (!status && kvs_cut_next_list(&cutter, pieces, count, &burst)) status = issue(s, pieces, &burst, why);
+  while (!status && kvs_cut_next_list(&cutter, pieces, count, &burst)) status = issue_burst(s, pieces, &burst, why);
   return status;
 }
 
@@ -295,7 +390,9 @@ static int rejoin(struct kvs_submission *s, struct kvs_error *why) {
   return status;
 }
 
-int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
+/* After a refusal part of the view may run; that part ends before later work of the lane stream, and the view is
+ * repeated as a whole. */
+static int issue(struct kvs_submission *s, struct kvs_error *why) {
   struct kvs_error unjoined;
   if (s->listed ? s->view.count == 0 : s->work->nslots == 0 || s->first_row == s->rows_end) return KVS_OK;
   int status = begin(s, why);
@@ -312,10 +409,38 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
 }
 
 /* The end is recorded on the lane stream, so the lane stream must have waited for all start dependencies. */
-void kvs_close_bursts(struct kvs_submission *s) {
+static void close_bursts(struct kvs_submission *s) {
   struct kvs_error why;
   if (s->begun || s->fatal || s->transfer->head == s->lane->stream || rejoin(s, &why) == KVS_OK) return;
   s->transfer->unjoined = true;
   kvs_fail_all(s, &why);
   if (kvs_is_lost(why.status)) kvs_stop_issuing(s, &why);
 }
+
+/* The host does not know the copies of ids on the device. */
+static enum kvs_path after_refusal(const struct kvs_submission *s) {
+  return s->work->on_device.ids ? KVS_PATH_AUTO : KVS_PATH_DMA;
+}
+
+const struct kvs_path_ops kvs_path_burst = {
+    .name = "burst",
+    .needs_kernels = true,
+    .needs_pinned = true,
+    .rows = true,
+    .has_extra = true,
+    .has_run = true,
+    .cost = cost,
+    .predict = predict,
+    .worth = worth,
+    .fits = fits,
+    .instead = instead,
+    .why_not = why_not,
+    .take = take,
+    .measure = measure,
+    .release = release,
+    .prepare = prepare,
+    .issue = issue,
+    .layer_group_end = layer_group_end,
+    .after_refusal = after_refusal,
+    .close = close_bursts,
+};

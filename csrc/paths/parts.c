@@ -10,7 +10,7 @@
  *
  * A gap is a command, and so is a part of a copy. A stream holds some 1,024, then the driver holds its caller. So
  * beyond 3 GiB in a lane a gap comes after a 128th of what is queued: a stream takes 18 GiB and more. */
-#include "paths/submit.h"
+#include "paths/parts.h"
 
 #include "lanes/lane.h"
 #include "plan/stride.h"

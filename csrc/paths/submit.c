@@ -3,7 +3,7 @@
  * Steps: find the lane; choose a path and get what it needs (nothing has moved, so any error fails the call); lock the
  * lane; wait for the start dependencies (order.c); issue, layer by layer if layers matter; record the end and let the
  * caller's stream wait for it. After the first issued copy the call does not fail: refused work is tried another way
- * (issue.c), and blocks that still fail are noted in the transfer. */
+ * (copies.c), and blocks that still fail are noted in the transfer. */
 #include "paths/submit.h"
 
 #include <stdio.h>
@@ -13,8 +13,14 @@
 #include "lanes/buffers.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
+#include "lanes/order.h"
 #include "lanes/peer.h"
 #include "lanes/transfer.h"
+#include "paths/choose.h"
+#include "paths/copies.h"
+#include "paths/parts.h"
+#include "paths/table.h"
+#include "paths/units.h"
 #include "racecheck/racecheck.h"
 
 /* -- issuing --------------------------------------------------------------------------------------------------- */
@@ -36,6 +42,8 @@ static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
   const struct kvs_layer_end from = begin_of(s, layer), to = end_of(s, end);
   s->first_row = from.rows;
   s->rows_end = to.rows;
+  s->first_rect = from.rects;
+  s->rects_end = to.rects;
   s->view = (struct kvs_copies){.count = 0};
   if (all->count == 0) return;
   s->view = (struct kvs_copies){.dst = all->dst + from.copies,
@@ -46,43 +54,39 @@ static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
                                 .capacity = to.copies - from.copies};
 }
 
-/* The kernel or a burst was refused: these layers and all later ones go to the copy engine. Not with ids on the device,
- * whose copies the host does not know, and not from path kernel where the caller named it. */
-static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *why) {
-  struct kvs_work *work = s->work;
-  struct kvs_error err;
-  if (work->on_device.ids || (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL)) {
-    kvs_fail_all(s, why);
+/* The path was refused: another one takes these layers and all later ones, or the transfer fails. */
+static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *refusal) {
+  const struct kvs_path_ops *row = kvs_paths[s->transfer->path];
+  const enum kvs_path next = row->after_refusal ? row->after_refusal(s) : KVS_PATH_AUTO;
+  struct kvs_error why;
+  if (next == KVS_PATH_AUTO) {
+    kvs_fail_all(s, refusal);
     return;
   }
-  if (!work->planned && work->plan(work->call, KVS_FORM_COPIES, work->scratch, &err)) {
-    kvs_fail_all(s, &err);
+  if (kvs_plan_copies(s, &why)) {
+    kvs_fail_all(s, &why);
     return;
   }
-  work->planned = true;
   atomic_fetch_add(&s->engine->second_attempts, 1);
-  s->transfer->path = KVS_PATH_DMA;
+  s->transfer->path = next;
   look_at(s, layer, end);
-  kvs_issue_copies(s);
+  int status = kvs_paths[next]->issue(s, &why);
+  if (kvs_is_lost(status))
+    kvs_stop_issuing(s, &why);
+  else if (status)
+    kvs_fail_all(s, &why);
 }
 
 static void issue_view(struct kvs_submission *s, size_t layer, size_t end) {
   struct kvs_error why;
   size_t refused_end;
-  int code = 0, status = KVS_OK;
+  int code = 0;
   kvs_dev_fault_copies(s->device, &s->view, &refused_end, &code);
   if (refused_end > s->view.count) {
     kvs_fail_driver(&why, KVS_REFUSED, code, "copy", "injected fault");
     for (size_t i = s->view.count; i < refused_end; i++) kvs_block_by_block(s, i, false, &why);
   }
-  if (s->transfer->path == KVS_PATH_KERNEL)
-    status = kvs_launch_copies(s, &why);
-  else if (s->transfer->path == KVS_PATH_BURST)
-    status = kvs_issue_bursts(s, &why);
-  else if (s->transfer->path != KVS_PATH_DIRECT)
-    kvs_issue_copies(s);
-  else if (s->view.count)
-    status = kvs_dev_copy_direct(s->device, &s->view, s->lane->stream, &why);
+  int status = kvs_paths[s->transfer->path]->issue(s, &why);
   if (kvs_is_lost(status))
     kvs_stop_issuing(s, &why);
   else if (status)
@@ -118,7 +122,11 @@ static void issue_span(struct kvs_submission *s, size_t layer, size_t end) {
   look_at(s, layer, end);
   if (!kvs_await_source(s)) return;
   issue_view(s, layer, end);
-  kvs_issue_rects(s, begin_of(s, layer).rects, end_of(s, end).rects);
+}
+
+static size_t layer_group_end(const struct kvs_submission *s, size_t layer) {
+  const struct kvs_path_ops *row = kvs_paths[s->transfer->path];
+  return row->layer_group_end ? row->layer_group_end(s, layer) : layer + 1;
 }
 
 /* Every layer's event is recorded, even if its copies failed: streams that wait for the event must continue. */
@@ -126,7 +134,7 @@ static void issue_layers(struct kvs_submission *s) {
   struct kvs_transfer *transfer = s->transfer;
   struct kvs_error why;
   for (size_t layer = 0, end; layer < s->work->scratch->nlayers; layer = end) {
-    end = kvs_layer_group_end(s, layer);
+    end = layer_group_end(s, layer);
     for (size_t i = layer; i < end; i++)
       if (!s->fatal && !transfer->all_failed && kvs_order_before_layer(transfer, s->options, i, &why))
         kvs_fail_all(s, &why);
@@ -194,7 +202,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   }
   transfer->sequence = ++lane->sequence;
   issue(s);
-  kvs_close_bursts(s);
+  if (s->taken && s->taken->close) s->taken->close(s);
   kvs_fetch_ids(s);
   if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_all(s, &why);
   if (transfer->outcome) {
@@ -245,7 +253,7 @@ static int submit_in_order(struct kvs_submission *s) {
   return status;
 }
 
-/* The lane comes first: which slots are available depends on it. */
+/* The lane comes first: what a path can take depends on it. */
 static int submit(struct kvs_submission *s) {
   int status = kvs_peer_find(s->engine, &s->work->scratch->regions, &s->peer, &s->peer_direct, s->err);
   if (!status) status = kvs_lane_acquire(s->engine, s->options, s->work->direction, &s->lane, s->err);
@@ -254,7 +262,7 @@ static int submit(struct kvs_submission *s) {
   if (!status) status = kvs_prepare_path(s);
   if (!status) status = prepare_layers(s);
   if (!status) status = submit_in_order(s);
-  kvs_release_slots(s);
+  kvs_release_path(s);
   kvs_lane_release(s->lane, status != KVS_OK && s->leftovers);
   return status;
 }

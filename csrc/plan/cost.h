@@ -1,10 +1,8 @@
-/* Predicted time of a transfer on each path, from measured costs. Pure. */
+/* What paths cost, as it was measured, and the shape of a transfer whose time is to be predicted. Pure. */
 #ifndef KVS_COST_H
 #define KVS_COST_H
 
 #include "kvswap.h"
-
-extern const char *const kvs_path_names[KVS_PATHS]; /* kvs_path_name()'s */
 
 /* Sizes with known costs: 512 bytes, 1 KiB, ... 4 MiB. Between two sizes the cost is interpolated linearly, which is
  * exact for a fixed cost plus a bandwidth. Below the first size the cost is constant, above the last proportional. */
@@ -45,11 +43,6 @@ struct kvs_tuning {
   struct kvs_kernel_tuning kernel[2][KVS_PRIORITIES]; /* entry KVS_PRIORITY_DEFAULT is unused */
 };
 
-/* Measured values, or the built-in ones. KVS_PRIORITY_DEFAULT means KVS_PRIORITY_NORMAL. KVS_OTHER_DIRECTION, which
- * does not use the link to the host, uses the values of KVS_D2H, and `normal` is unpaced there, like `high`. */
-struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, enum kvs_direction direction,
-                                              enum kvs_priority priority);
-
 struct kvs_costs {
   struct kvs_path_cost paths[2][KVS_PATHS]; /* indexed by direction (KVS_D2H, KVS_H2D) and path; start < 0: unknown */
   struct kvs_tuning tuning;
@@ -71,32 +64,10 @@ struct kvs_shape {
   uint64_t runs;                     /* BURST: contiguous runs on the host */
 };
 
-/* Of an H200 on PCIe 5, driver 580 (cost_default.c). */
-const struct kvs_costs *kvs_costs_default(void);
-
-/* The costs to use on a device whose memory has so many GB/s (0: unknown): those of its calibration, or the built-in
- * ones (NULL). Kernel settings that no calibration has set suit that memory. */
-void kvs_costs_fit(struct kvs_costs *costs, const struct kvs_costs *calibrated, int memory_gbps);
-
-/* All paths unknown, nothing tuned. */
-void kvs_costs_clear(struct kvs_costs *costs);
-
-/* KVS_INVALID, with the value: not a number, or out of the plausible range. */
-int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err);
-#define KVS_COST_MOST_NS 1e10 /* of a start, copy or run */
-#define KVS_COST_MOST_GBPS 1e5
-#define KVS_COST_MOST_CTAS 1024
-
-/* The members of kvs_path_cost that a path uses; `start` and `each` are always used. */
-static inline bool kvs_cost_has_extra(enum kvs_path path) {
-  return path == KVS_PATH_DMA || path == KVS_PATH_STRIDED || path == KVS_PATH_BURST;
-}
-static inline bool kvs_cost_has_run(enum kvs_path path) {
-  return path == KVS_PATH_STRIDED || path == KVS_PATH_BURST || path == KVS_PATH_KERNEL;
-}
-
-/* Predicted nanoseconds; infinity if the path's costs are unknown or the shape has no parts for the path. BURST:
- * gathering overlaps the copies, except for one burst. KVS_OTHER_DIRECTION costs as KVS_D2H. */
-double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path);
+/* Cost of `count` parts with nbytes in total, each at their mean size; costs: KVS_COST_SIZES of them. */
+double kvs_cost_of_all(const double *costs, uint64_t nbytes, uint64_t count);
+/* The same by `each`; other_count of the parts, with other_nbytes, cost `run`. */
+double kvs_cost_of_both(const struct kvs_path_cost *cost, uint64_t nbytes, uint64_t count, uint64_t other_nbytes,
+                        uint64_t other_count);
 
 #endif

@@ -2,8 +2,10 @@
  * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...":
  * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is
  * empty for a path without run costs. */
-#include "../plan/calibration.h"
+#include "../paths/calibration.h"
+#include "../paths/table.h"
 #include "bind.h"
+#include "options.h"
 
 #include <string.h>
 
@@ -31,11 +33,11 @@ static int put(PyObject *dict, const char *name, PyObject *value) {
   return rc;
 }
 
-static int runs_of(enum kvs_path path) { return kvs_cost_has_run(path) ? KVS_COST_SIZES : 0; }
+static int runs_of(enum kvs_path path) { return kvs_paths[path]->has_run ? KVS_COST_SIZES : 0; }
 
 static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
-  for (int i = KVS_PATH_DMA; paths != NULL && i < KVS_PATHS; ++i) {
+  for (int i = 1; paths != NULL && i < KVS_PATHS; ++i) {
     enum kvs_path path = (enum kvs_path)i;
     if (costs[i].start < 0) continue;
     PyObject *cost =
@@ -125,8 +127,8 @@ static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
   PyObject *name, *cost;
   Py_ssize_t at = 0;
   while (PyDict_Next(dict, &at, &name, &cost)) {
-    int path = kvs_py_choice(name, "a path of costs", kvs_path_names + 1, KVS_PATHS - 1); /* without "auto" */
-    if (path < 0 || copy_cost(cost, (enum kvs_path)(path + 1), &costs[path + 1]) < 0) return -1;
+    int path = kvs_py_path(name, "a path of costs", false);
+    if (path < 0 || copy_cost(cost, (enum kvs_path)path, &costs[path]) < 0) return -1;
   }
   return 0;
 }
@@ -283,7 +285,7 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
   (void)module;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (values[COSTS] != Py_None && read_costs(values[COSTS], &costs) < 0) return NULL;
-  int path = kvs_py_choice(values[PATH], "path", kvs_path_names, KVS_PATHS);
+  int path = kvs_py_path(values[PATH], "path", true);
   int direction = path < 0 ? -1 : kvs_py_choice(values[DIRECTION], "direction", direction_names, 2);
   if (direction < 0) return NULL;
   shape.direction = (enum kvs_direction)direction;

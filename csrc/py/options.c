@@ -41,9 +41,17 @@ int kvs_py_direction(PyObject *value, int64_t *direction) {
                          "is %R: must be 0 (\"D2H\", GPU to host) or 1 (\"H2D\", host to GPU)", value);
 }
 
+int kvs_py_path(PyObject *value, const char *name, bool with_auto) {
+  const char *names[KVS_PATHS];
+  const int first = with_auto ? 0 : 1;
+  for (int path = first; path < KVS_PATHS; ++path) names[path - first] = kvs_path_name((enum kvs_path)path);
+  int choice = kvs_py_choice(value, name, names, KVS_PATHS - first);
+  return choice < 0 ? -1 : choice + first;
+}
+
 static int read_choices(PyObject *const *common, struct kvs_options *core) {
   if (common[PATH] != NULL) {
-    int path = kvs_py_choice(common[PATH], "path", kvs_path_names, KVS_PATHS);
+    int path = kvs_py_path(common[PATH], "path", true);
     if (path < 0) return -1;
     core->path = (enum kvs_path)path;
   }

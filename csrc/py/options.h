@@ -22,7 +22,8 @@ struct kvs_py_options {
 };
 int kvs_py_direction(PyObject *value, int64_t *direction); /* KVS_D2H or KVS_H2D */
 extern const char *const kvs_py_direction_names[3];        /* "d2h", "h2d", "other", as facts and metrics have them */
-int kvs_py_options_check(struct kvs_py_options *options);  /* the checks that need no device */
+int kvs_py_path(PyObject *value, const char *name, bool with_auto); /* an enum kvs_path by its name, or -1 */
+int kvs_py_options_check(struct kvs_py_options *options);           /* the checks that need no device */
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
 /* device_ids.c. Whether block ids are a GPU array: 1, 0, or -1 with an exception. */

@@ -1,7 +1,8 @@
 /* Costs: what a shape is predicted to take, and files of them: what was written comes back, what is damaged is refused,
  * and who could have written it. */
 #include "check.h"
-#include "plan/calibration.h"
+#include "paths/calibration.h"
+#include "paths/table.h"
 
 #include <errno.h>
 #include <math.h>
@@ -24,9 +25,9 @@ static struct kvs_costs some_costs(uint64_t seed) {
     for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) {
       struct kvs_path_cost *cost = &costs.paths[direction][path];
       cost->start = (double)check_below(&seed, 1000000000) / 1000;
-      if (kvs_cost_has_extra((enum kvs_path)path)) cost->extra = (double)check_below(&seed, 1000000000) / 1000;
+      if (kvs_paths[path]->has_extra) cost->extra = (double)check_below(&seed, 1000000000) / 1000;
       for (int i = 0; i < KVS_COST_SIZES; i++) cost->each[i] = (double)check_below(&seed, 1000000000) / 1000;
-      for (int i = 0; kvs_cost_has_run((enum kvs_path)path) && i < KVS_COST_SIZES; i++)
+      for (int i = 0; kvs_paths[path]->has_run && i < KVS_COST_SIZES; i++)
         cost->run[i] = (double)check_below(&seed, 1000000000) / 1000;
     }
   costs.tuning = (struct kvs_tuning){

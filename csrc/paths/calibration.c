@@ -11,7 +11,7 @@
  *   end                                   the last line: missing from a truncated file
  *
  * Numbers are digits with at most three decimals, parsed here: no locale, nan, infinity or sign. */
-#include "plan/calibration.h"
+#include "paths/calibration.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -22,6 +22,8 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "paths/table.h"
 
 static const char first_line[] = "kvswap calibration 4", last_line[] = "end";
 static const char first_words[] = "kvswap calibration "; /* common to all versions */
@@ -80,16 +82,16 @@ struct key {
 };
 
 /* Number of values of a part of a path's costs. */
-static int count_of(enum kvs_path path, int part) {
-  switch (path == KVS_PATH_AUTO ? PARTS : part) {
+static int count_of(const struct kvs_path_ops *path, int part) {
+  switch (path ? part : PARTS) {
   case START:
     return 1;
   case EXTRA:
-    return kvs_cost_has_extra(path);
+    return path->has_extra;
   case EACH:
     return KVS_COST_SIZES;
   case RUN:
-    return kvs_cost_has_run(path) ? KVS_COST_SIZES : 0;
+    return path->has_run ? KVS_COST_SIZES : 0;
   default:
     return 0;
   }
@@ -107,7 +109,7 @@ static struct key key_at(struct kvs_costs *costs, int i) {
   enum kvs_path path = (enum kvs_path)(i / PARTS % KVS_PATHS);
   int direction = i / PARTS / KVS_PATHS;
   key.cost = &costs->paths[direction][path];
-  key.count = count_of(path, key.part);
+  key.count = count_of(kvs_paths[path], key.part);
   snprintf(key.name, sizeof key.name, "%s.%s.%s", directions[direction], kvs_path_name(path), parts[key.part]);
   return key;
 }

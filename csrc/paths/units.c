@@ -1,30 +1,21 @@
-/* Path kernel: one launch for the current view. The kernel reads ids and a table of rows. It reads a list of pieces if
- * there are no ids, or if single copies matter (faults, the race checker, many merged copies). */
-#include "paths/submit.h"
+/* What kernels read, and their launches: see units.h. The kernels read ids and a table of rows. They read a list of
+ * pieces if there are no ids, or if single copies matter (faults, the race checker, memory under an alias). */
+#include "paths/units.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "device/hooks.h"
 #include "lanes/buffers.h"
 #include "lanes/late.h"
+#include "paths/copies.h"
 #include "racecheck/racecheck.h"
 
 enum {
-  PACK_PIECE = 4 << 10, /* bytes that a warp (PACK) takes at a time */
-  THREADS = 512,        /* of a CTA of COPY and PACK */
+  THREADS = 512, /* of a CTA of COPY and PACK */
   IDS_THREADS = 256,
   IDS_CTAS = 512,
-  PEER_CTAS = 64,         /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
-  ROWS_NBYTES = 16 << 10, /* one row for each CTA, with priority high */
-  LEAST_CHUNK = 1 << 10,  /* of a stage of RING */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
-
-static bool bulk_copies(const struct kvs_device *device) {
-  return device->info.cc_major >= 9 ||
-         strcmp(device->ops->kind, "cuda") != 0; /* a host device runs the C twin of either kernel */
-}
 
 /* -- staging --------------------------------------------------------------------------------------------------- */
 
@@ -46,19 +37,32 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
 
 /* -- preparing ----------------------------------------------------------------------------------------------------- */
 
-/* Whether the kernel needs pieces, which cost O(copies) on the CPU. */
-bool kvs_wants_list(const struct kvs_submission *s) {
+const char *kvs_kernels_off(const struct kvs_engine *engine) {
+  if (engine->disabled.kernel) return "KVSWAP_DISABLE names it";
+  return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
+}
+
+/* With one hardware queue the model's kernels stay behind those that wait for a copy. Measured, H200, beside a decode
+ * step: copies and 2-D copies add nothing to what one bare copy costs, bursts 0.2 and the kernel 0.3 D2H, 0.2 H2D. A
+ * shorter copy holds its caller for longer than a kernel that moves as much holds the model. */
+static const uint64_t ONE_QUEUE_COPY_NBYTES = 16 << 10;
+
+bool kvs_kernels_allowed(const struct kvs_submission *s) {
+  const struct kvs_shape *shape = &s->work->shape;
+  if (!s->engine->one_queue || s->options->priority == KVS_PRIORITY_HIGH || s->work->on_device.ids) return true;
+  return shape->rects == 0 && (!shape->copies || shape->nbytes / shape->copies < ONE_QUEUE_COPY_NBYTES);
+}
+
+bool kvs_needs_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   if (work->on_device.ids) return false; /* the copies are not known */
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
-  if (kvs_regions_aliased(&work->scratch->regions)) return true;
-  return s->transfer->path == KVS_PATH_KERNEL && work->shape.pieces < work->shape.rows;
+  return kvs_regions_aliased(&work->scratch->regions);
 }
 
 int kvs_prepare_list(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
-  int status = work->planned ? KVS_OK : work->plan(work->call, KVS_FORM_COPIES, work->scratch, s->err);
-  work->planned = true;
+  int status = kvs_plan_copies(s, s->err);
   s->listed = true;
   if (status || work->scratch->copies.count == 0) return status;
   size_t pieces = kvs_plan_most_pieces(&work->scratch->copies, work->nbytes, KVS_KERNEL_PIECE);
@@ -78,22 +82,12 @@ static size_t ids_room(const struct kvs_submission *s, size_t npairs) {
   return s->work->on_device.write ? claims_of(npairs) * sizeof(struct kvs_id_claim) : KVS_KERNEL_PIECE;
 }
 
-/* Staging for the pairs, and for the rows in case all tables are in use. */
 int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
-  struct kvs_packing *packing = &work->scratch->packing;
   const struct kvs_rows *rows = &work->scratch->rows;
-  bool burst = s->transfer->path == KVS_PATH_BURST;
-  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
+  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, &work->scratch->packing, s->err);
   size_t all = work->nslots + (work->on_device.ids ? work->nlost : 0); /* kvs_resolve_ids() */
   if (status || !all || !rows->count) return status;
-  uint64_t longest = kvs_longest_row(rows, 0, rows->count);
-  if (burst) kvs_pack_sort(packing, work->direction);
-  if (burst) /* each burst sets its own parts */
-    s->units = (struct kvs_units){.piece = PACK_PIECE};
-  else
-    s->units = (struct kvs_units){.parts = (uint32_t)((longest - 1) / KVS_KERNEL_PIECE + 1),
-                                  .piece = (uint32_t)kvs_plan_part(longest, KVS_KERNEL_PIECE)};
   size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
   if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
@@ -116,52 +110,16 @@ int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error
   return status;
 }
 
-static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
-  const struct kvs_packing *packing = &s->work->scratch->packing;
-  size_t from = s->staged;
-  if (s->work->on_device.ids) return kvs_resolve_ids(s, s->lane->stream, why);
-  if (s->units.pairs || packing->npairs <= KVS_INLINE_PAIRS) return KVS_OK;
-  memcpy(kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs), packing->pairs,
-         packing->npairs * sizeof *packing->pairs);
-  return kvs_upload(s, from, s->staged, s->lane->stream, why);
-}
-
-size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
+size_t kvs_place_list(struct kvs_submission *s, bool aliased, struct kvs_piece **pieces) {
   size_t most = kvs_plan_most_pieces(&s->view, s->work->nbytes, KVS_KERNEL_PIECE), before = s->staged;
-  bool burst = s->transfer->path ==
-               KVS_PATH_BURST; /* the copy engine reads or writes its host side, so its pieces need no device alias */
   struct kvs_piece *list = kvs_stage(s, most * sizeof *list, &s->units.pieces);
-  size_t count = kvs_plan_pieces(&s->view, KVS_KERNEL_PIECE, burst ? NULL : &s->work->scratch->regions, list);
+  size_t count = kvs_plan_pieces(&s->view, KVS_KERNEL_PIECE, aliased ? &s->work->scratch->regions : NULL, list);
   s->staged = before + rounded(count * sizeof *list);
   *pieces = list;
   return count;
 }
 
 /* -- launching ------------------------------------------------------------------------------------------------- */
-
-/* Copies between GPUs do not load the host link, so they are not paced; background ones still are. */
-static bool between_devices(const struct kvs_submission *s) {
-  return s->peer && s->options->priority != KVS_PRIORITY_BACKGROUND;
-}
-
-static struct kvs_kernel_tuning tuning_of(const struct kvs_submission *s) {
-  return kvs_kernel_tuning_of(&s->engine->costs.tuning, s->work->direction, s->options->priority);
-}
-
-static double pace_gbps(const struct kvs_submission *s) {
-  if (s->options->pace_gbps > 0) return s->options->pace_gbps;
-  return between_devices(s) ? 0 : tuning_of(s).pace_gbps;
-}
-
-/* The rate with rows of any size; 0: unknown. The link carries no more than it did at `high`. */
-static double most_gbps(const struct kvs_submission *s) {
-  bool own = s->options->pace_gbps > 0 || s->options->max_ctas;
-  const struct kvs_tuning *tuning = &s->engine->costs.tuning;
-  double known = own ? 0 : tuning_of(s).gbps, pace = pace_gbps(s),
-         high = kvs_kernel_tuning_of(tuning, s->work->direction, KVS_PRIORITY_HIGH).gbps;
-  if (known > 0) return known;
-  return pace > 0 && !(high > 0 && high < pace) ? pace : high;
-}
 
 /* Pace of one CTA out of `ctas`, in ns per MiB; 0: unpaced. */
 static uint64_t pace_of_cta(double gbps, unsigned ctas) {
@@ -170,56 +128,7 @@ static uint64_t pace_of_cta(double gbps, unsigned ctas) {
   return ns < (double)SLOWEST_NS_PER_MIB ? (uint64_t)ns + 1 : SLOWEST_NS_PER_MIB;
 }
 
-static unsigned most_ctas(const struct kvs_submission *s) {
-  if (s->options->max_ctas) return s->options->max_ctas;
-  return between_devices(s) ? PEER_CTAS : tuning_of(s).ctas;
-}
-
 static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b); }
-
-/* A stage that holds a row at any position in a line. Shared memory that a CTA does not take is the model's. */
-static uint32_t chunk_for(uint64_t row) {
-  uint32_t chunk = LEAST_CHUNK;
-  while (chunk < KVS_RING_CHUNK && chunk < row + KVS_RING_LINE) chunk *= 2;
-  return chunk;
-}
-
-/* A warp of RING has a fixed number of copies under way, so short rows need more CTAs to fill the link. Measured, H200,
- * host to device: 51 GB/s from 128 KiB under way on, and in proportion below; 8 CTAs have half of that with rows of 512
- * bytes, and reach 29. If each CTA begins one row, these rows are 16 KiB: 8 CTAs with rows of 2 KiB, 16 with 1 KiB. Not
- * where a priority limits what copies cost a model: that was measured with its own CTAs. */
-static unsigned ctas_for(const struct kvs_submission *s, uint64_t row) {
-  unsigned ctas = most_ctas(s), sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
-  if (s->options->max_ctas || s->options->priority != KVS_PRIORITY_HIGH || s->work->direction == KVS_OTHER_DIRECTION)
-    return ctas;
-  uint64_t times = ROWS_NBYTES / ctas / (row < KVS_COST_LEAST ? KVS_COST_LEAST : row);
-  return times < 2 || ctas > sms ? ctas : least(ctas * times, sms);
-}
-
-/* Between the GPU and the host. The costs are those of `normal`. Other CTAs take other rows at a time, until the link
- * or the pace is the limit. */
-double kvs_kernel_ns(const struct kvs_submission *s) {
-  const struct kvs_costs *costs = &s->engine->costs;
-  const struct kvs_shape *shape = &s->work->shape;
-  enum kvs_direction direction = s->work->direction == KVS_H2D ? KVS_H2D : KVS_D2H;
-  double start = costs->paths[direction == KVS_H2D][KVS_PATH_KERNEL].start,
-         ns = kvs_cost_ns(costs, shape, KVS_PATH_KERNEL);
-  if (!(ns < INFINITY)) return ns;
-  bool measured =
-      s->options->priority == KVS_PRIORITY_NORMAL && direction == s->work->direction && !s->options->max_ctas;
-  unsigned normal = kvs_kernel_tuning_of(&costs->tuning, direction, KVS_PRIORITY_NORMAL).ctas;
-  if (!measured) ns = start + (ns - start) * normal / ctas_for(s, shape->nbytes / shape->pieces);
-  double gbps = measured ? pace_gbps(s) : most_gbps(s), least_ns = gbps > 0 ? (double)shape->nbytes / gbps : 0;
-  return ns > least_ns ? ns : least_ns;
-}
-
-/* For rows of at most so many bytes; 0: unknown. */
-static struct kvs_width width_of_kernel(const struct kvs_submission *s, uint64_t row) {
-  return (struct kvs_width){.kernel = bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY,
-                            .ctas = row ? ctas_for(s, row) : most_ctas(s),
-                            .gbps = pace_gbps(s),
-                            .chunk = row ? chunk_for(row) : KVS_RING_CHUNK};
-}
 
 /* Units that a CTA copies at a time. */
 static unsigned units_together(const struct kvs_submission *s, const struct kvs_width *width) {
@@ -250,33 +159,6 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
     memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
   }
   return kvs_dev_launch(s->device, &launch, stream, why);
-}
-
-static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
-  struct kvs_width width = width_of_kernel(s, 0);
-  struct kvs_piece *pieces;
-  size_t from = s->staged;
-  uint64_t nbytes = 0;
-  if (s->view.count == 0) return KVS_OK;
-  size_t count = kvs_place_list(s, &pieces);
-  for (size_t i = 0; i < s->view.count; i++) nbytes += s->view.nbytes[i];
-  width.ctas = ctas_for(s, nbytes / count);
-  int status = kvs_upload(s, from, s->staged, s->lane->stream, why);
-  return status ? status : kvs_launch_units(s, &s->units, count, 0, &width, s->lane->stream, why);
-}
-
-static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
-  size_t nrows = s->rows_end - s->first_row;
-  const struct kvs_width width = width_of_kernel(s, kvs_longest_row(&s->work->scratch->rows, s->first_row, nrows));
-  if (s->work->nslots == 0) return kvs_resolve_ids(s, s->lane->stream, why);
-  if (nrows == 0) return KVS_OK;
-  int status = kvs_place_rows(s, s->lane->stream, why);
-  if (!status) status = place_pairs(s, why);
-  if (status) return status;
-  struct kvs_units units = s->units;
-  units.rows += s->first_row * sizeof(struct kvs_row);
-  units.nrows = (uint32_t)nrows;
-  return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->stream, why);
 }
 
 /* -- ids on the device ----------------------------------------------------------------------------------------- */
@@ -359,8 +241,4 @@ void kvs_fetch_ids(struct kvs_submission *s) {
   read->width = ids->width;
   read->order = ids->stride < 0 ? -1 : ids->stride > 0;
   read->fetched = status == KVS_OK;
-}
-
-int kvs_launch_copies(struct kvs_submission *s, struct kvs_error *why) {
-  return s->listed ? launch_list(s, why) : launch_rows(s, why);
 }

@@ -1,7 +1,9 @@
 /* Issuing to the copy engine: plain copies and rects, and the retries after a refusal. */
-#include "paths/submit.h"
+#include "paths/copies.h"
 
 #include <stdlib.h>
+
+#include "paths/parts.h"
 
 /* -- what was refused ------------------------------------------------------------------------------------------ */
 
@@ -152,7 +154,14 @@ static void issue_rect(struct kvs_submission *s, const struct kvs_rect *rect, ui
   if (kvs_is_lost(status)) kvs_stop_issuing(s, &why);
 }
 
-void kvs_issue_rects(struct kvs_submission *s, size_t from, size_t to) {
+void kvs_issue_rects(struct kvs_submission *s) {
   const struct kvs_rects *rects = &s->work->scratch->rects;
-  for (size_t i = from; i < to && !s->fatal; i++) issue_rect(s, &rects->items[i], rects->block[i]);
+  for (size_t i = s->first_rect; i < s->rects_end && !s->fatal; i++) issue_rect(s, &rects->items[i], rects->block[i]);
+}
+
+int kvs_plan_copies(struct kvs_submission *s, struct kvs_error *err) {
+  struct kvs_work *work = s->work;
+  int status = work->planned ? KVS_OK : work->plan(work->call, KVS_FORM_COPIES, work->scratch, err);
+  if (!status) work->planned = true;
+  return status;
 }

@@ -3,7 +3,7 @@
 #define KVS_CALIBRATION_H
 
 #include "device/device.h"
-#include "plan/cost.h"
+#include "paths/costs.h"
 
 /* KVS_RANGE: no file. KVS_INVALID: the file cannot be used; the error has the line and the reason. *costs is written on
  * success only. The opened file must be a plain file of this user or root that no other user can write; a link to such
