@@ -90,7 +90,8 @@
   X(file_transfer_failed)                                                                                              \
   X(file_transfer_reason)                                                                                              \
   X(file_transfer_get_info)                                                                                            \
-  X(file_take_events)
+  X(file_take_events)                                                                                                  \
+  X(file_clear)
 
 #ifdef __cplusplus
 #define KVSWAP_CAPI_MEMBER(name) decltype(&kvs_##name) name;

@@ -135,6 +135,13 @@ KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends
  * *there. */
 KVS_API int kvs_file_take_events(struct kvs_file_store *, uint8_t **keys, size_t **ends, bool **there, size_t *count,
                                  uint64_t *lost, struct kvs_error *);
+/* Begin a new epoch: when the call returns, all blocks are gone, for all processes, those that have ended included, and
+ * for transfers that were submitted before. A block that is submitted later is there. Also for readers, if this process
+ * may write the directory. KVS_FILE: it cannot; nothing has changed. KVS_BUSY: another process has been clearing it for
+ * ten seconds. */
+KVS_API int kvs_file_clear(struct kvs_file_store *, struct kvs_error *);
+/* The same of a directory in which `epoch.kvs` is, or will be: a store's, or a shared one. */
+KVS_API int kvs_file_clear_directory(const char *directory, struct kvs_error *);
 /* Layout and block size of a directory, read from its files; `layout` has room for KVS_FILE_LAYOUT_NBYTES + 1.
  * KVS_FILE: no store. */
 KVS_API int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *);

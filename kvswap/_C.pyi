@@ -642,6 +642,13 @@ class FileStore:
     def refresh(self) -> None:
         """Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any
         thread may call; Error while another thread is in refresh()."""
+    def clear(self) -> None:
+        """Remove all blocks of this store, for all processes that use it or will: for an update of the model's weights. When
+        it returns, no block that was submitted before is found or loaded any more, by stores and loads under way neither;
+        what is submitted later is stored. Slots become free; the files stay. A reader clears too, where it may write the
+        directory.
+
+        Error: the directory cannot be written, and nothing has changed. Ctrl-C ends the wait only."""
     def stats(self) -> FileStats:
         """Counters: dict of int; docs/files.md explains each."""
     def close(self, timeout: float | None = 60.0) -> None:
@@ -1249,6 +1256,9 @@ def _file_gds(compat: bool, /) -> tuple[bool, str]:
 
 def _file_gds_close() -> bool:
     """For tests: close libcufile's driver, so that the next store looks for the library again. False: a store still uses it."""
+
+def _file_clear(directory: str | bytes | PathLike[str] | PathLike[bytes], /) -> None:
+    """Begin a new epoch of a store's directory, or of a shared one."""
 
 def _file_peek(directory: str | bytes | PathLike[str] | PathLike[bytes], /) -> tuple[str, int]:
     """(text of the layout, block_nbytes) of a store's directory."""

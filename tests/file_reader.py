@@ -81,15 +81,28 @@ class Header:
     nbytes: int
     data_crc: int
     key: bytes
+    epoch: bytes
 
 
 def read_header(page: bytes) -> Header:
     check_page(page, b"KVSBLOCK")
     digest, sequence, nbytes, data_crc, length = struct.unpack_from("<16sQQIH", page, 16)
     for at, byte in enumerate(page[54:], 54):
-        if byte and not 56 <= at < 56 + length:
+        if byte and not 56 <= at < 56 + length and not 568 <= at < 584:
             raise Wrong(f"byte {at} of a block's header is not zero: a field that this reader does not know")
-    return Header(digest, sequence, nbytes, data_crc, page[56 : 56 + length])
+    return Header(digest, sequence, nbytes, data_crc, page[56 : 56 + length], page[568:584])
+
+
+def read_epoch(folder: Path) -> bytes:
+    """Of a store's directory, or of a shared one; zeros: there is no file of it."""
+    path = folder / "epoch.kvs"
+    if not path.exists():
+        return bytes(16)
+    data = path.read_bytes()
+    check_page(data[:PAGE], b"KVSEPOCH")
+    if len(data) != 2 * PAGE or any(data[32:PAGE]) or any(data[PAGE + 4 :]):
+        raise Wrong("size of the epoch's file, or bytes that this reader does not know")
+    return data[16:32]
 
 
 @dataclass(frozen=True)
@@ -137,12 +150,24 @@ def read_segment(path: Path) -> tuple[Geometry, list[Block]]:
     return geometry, blocks
 
 
-def read_store(folder: Path) -> dict[bytes, Block]:
-    """The block of each key: the one with the highest sequence."""
+def epoch_of(folders: list[Path]) -> bytes:
+    """Of a store in several directories."""
+    together = 0
+    for folder in folders:
+        together ^= int.from_bytes(read_epoch(folder), "little")
+    return together.to_bytes(16, "little")
+
+
+def read_store(folder: Path, epoch: bytes | None = None) -> dict[bytes, Block]:
+    """The block of each key: the one with the highest sequence, of those of the store's epoch."""
+    if epoch is None:
+        epoch = read_epoch(folder.parent if folder.name.startswith("writer-") else folder)
     read_geometry((folder / "store.kvs").read_bytes()[:PAGE], b"KVSSTORE")
     found: dict[bytes, Block] = {}
     for path in sorted(folder.glob("segment-*.kvs")):
         for block in read_segment(path)[1]:
+            if block.header.epoch != epoch:
+                continue
             if block.header.key not in found or found[block.header.key].header.sequence < block.header.sequence:
                 found[block.header.key] = block
     return found

@@ -58,7 +58,8 @@ def test_blocks_are_spread(tmp_path: Path, engine: str, count: int) -> None:
         put(store, keys, blocks)
         check(store, keys, blocks)
         stats = store.stats()
-    held = [len(file_reader.read_store(folder)) for folder in where]
+    epoch = file_reader.epoch_of(where)
+    held = [len(file_reader.read_store(folder, epoch)) for folder in where]
     assert sum(held) == 60 and min(held) >= 5
     assert stats["segments"] == sum(len(list(folder.glob("segment-*"))) for folder in where)
     with open_store(where[::-1]) as store:

@@ -14,7 +14,7 @@ from kvswap import testing
 from kvswap.files import FileStore, FileTransfer, Layout
 
 # Names that may wait for the disk, each tried below; the others look at memory alone.
-WAITS = {"FileStore", "close", "refresh", "wait", "result"}
+WAITS = {"FileStore", "clear", "close", "refresh", "wait", "result"}
 NO_WAITS = {
     FileStore: {"store", "load", "delete", "contains", "pin", "unpin", "touch", "keys", "stats", "info",
                 "block_nbytes", "take_events"},
@@ -70,6 +70,7 @@ else:
     if what != "close of an idle store":
         transfer = None if what == "refresh" else store.store([b"other"], block, [0])
     call = {
+        "clear": lambda: store.clear(),
         "close": lambda: store.close(),
         "close at once": lambda: store.close(timeout=0.0),
         "close of an idle store": lambda: store.close(),
@@ -101,8 +102,8 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     "what",
-    ["open", "check", "stat", "gc", "close", "close at once", "close of an idle store", "with", "refresh", "wait",
-     "result"],
+    ["open", "check", "stat", "gc", "clear", "close", "close at once", "close of an idle store", "with", "refresh",
+     "wait", "result"],
 )  # fmt: skip
 def test_ctrl_c_over_a_disk_that_hangs(tmp_path: Path, what: str) -> None:
     ran = run_python(ENTRIES, WHAT=what, FOLDER=os.fspath(tmp_path / "s"))

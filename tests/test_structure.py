@@ -69,11 +69,11 @@ ROWS = [
     {"calls/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
-    {"files/notices.h", "files/events.h"},
+    {"files/notices.h", "files/events.h", "files/epoch.h"},
     {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},
-    {"files/gds.h", "files/mover.h"},
+    {"files/gds.h", "files/mover.h", "files/current.h"},
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
 PURE = (

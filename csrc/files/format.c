@@ -8,7 +8,7 @@
 /* Fields of all pages: magic at 0, version at 8, checksum at 12. Each kind of page has its own magic. */
 enum { VERSION_AT = 8, CRC_AT = 12 };
 static const char store_magic[] = "KVSSTORE", segment_magic[] = "KVSSEGMT", block_magic[] = "KVSBLOCK",
-                  check_magic[] = "KVSCHECK";
+                  check_magic[] = "KVSCHECK", epoch_magic[] = "KVSEPOCH";
 
 /* Fields of the first page of the store's file and of a segment. */
 enum {
@@ -22,9 +22,11 @@ enum {
   G_LAYOUT = 68
 };
 /* Fields of a block's header page. */
-enum { H_HASH = 16, H_SEQUENCE = 32, H_NBYTES = 40, H_DATA_CRC = 48, H_KEY_NBYTES = 52, H_KEY = 56 };
+enum { H_HASH = 16, H_SEQUENCE = 32, H_NBYTES = 40, H_DATA_CRC = 48, H_KEY_NBYTES = 52, H_KEY = 56, H_EPOCH = 568 };
 /* Fields of a checkpoint page. */
 enum { C_GENERATION = 16, C_SEQUENCE = 24, C_CLEAN = 32 };
+/* Field of the page of an epoch. */
+enum { E_EPOCH = 16 };
 
 static void put(uint8_t *page, size_t at, uint64_t value, size_t nbytes) {
   for (size_t i = 0; i < nbytes; i++) page[at + i] = (uint8_t)(value >> (8 * i));
@@ -145,6 +147,7 @@ void kvs_file_header_write(const struct kvs_file_header *h, void *to) {
   put(page, H_DATA_CRC, h->data_crc, 4);
   put(page, H_KEY_NBYTES, h->key_nbytes, 2);
   memcpy(page + H_KEY, h->key, h->key_nbytes);
+  memcpy(page + H_EPOCH, h->epoch.bytes, sizeof h->epoch.bytes);
   end(page);
 }
 
@@ -161,6 +164,7 @@ enum kvs_file_page kvs_file_header_read(const void *from, struct kvs_file_header
   h->data_crc = (uint32_t)get(page, H_DATA_CRC, 4);
   h->key_nbytes = (uint16_t)key_nbytes;
   memcpy(h->key, page + H_KEY, key_nbytes);
+  memcpy(h->epoch.bytes, page + H_EPOCH, sizeof h->epoch.bytes);
   return is_number(h->sequence) ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
 }
 
@@ -183,4 +187,20 @@ enum kvs_file_page kvs_file_checkpoint_read(const void *from, struct kvs_file_ch
   c->sequence = get(page, C_SEQUENCE, 8);
   c->clean = get(page, C_CLEAN, 1) != 0;
   return is_number(c->generation) && c->sequence <= KVS_FILE_LAST_SEQUENCE + 1 ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
+}
+
+/* -- epochs -------------------------------------------------------------------------------------------------------- */
+
+void kvs_file_epoch_write(const struct kvs_file_epoch *epoch, void *to) {
+  uint8_t *page = to;
+  begin(page, epoch_magic);
+  memcpy(page + E_EPOCH, epoch->bytes, sizeof epoch->bytes);
+  end(page);
+}
+
+enum kvs_file_page kvs_file_epoch_read(const void *from, struct kvs_file_epoch *epoch) {
+  const uint8_t *page = from;
+  enum kvs_file_page what = look(page, epoch_magic);
+  if (what == KVS_FILE_GOOD) memcpy(epoch->bytes, page + E_EPOCH, sizeof epoch->bytes);
+  return what;
 }

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "kvswap_file.h"
 
@@ -32,6 +33,14 @@ struct kvs_file_geometry {
   uint64_t segment_nbytes; /* the segment's first page and all slots */
 };
 
+/* 128 random bits, which a store and its blocks carry; zeros: the store has no file of it (files/epoch.h). */
+struct kvs_file_epoch {
+  uint8_t bytes[16];
+};
+static inline bool kvs_file_epoch_is(const struct kvs_file_epoch *a, const struct kvs_file_epoch *b) {
+  return memcmp(a->bytes, b->bytes, sizeof a->bytes) == 0;
+}
+
 /* The header page of one block. */
 struct kvs_file_header {
   uint8_t layout_hash[16];
@@ -40,6 +49,7 @@ struct kvs_file_header {
   uint32_t data_crc;
   uint16_t key_nbytes;
   uint8_t key[KVS_FILE_KEY_NBYTES];
+  struct kvs_file_epoch epoch; /* of the store when the block was submitted */
 };
 
 /* Blocks with a sequence below `sequence` are known to be whole. Of the two checkpoint pages, the one with the higher
@@ -63,6 +73,7 @@ static inline uint64_t kvs_file_slot_offset(const struct kvs_file_geometry *g, u
 void kvs_file_geometry_write(const struct kvs_file_geometry *, bool of_segment, void *page);
 void kvs_file_header_write(const struct kvs_file_header *, void *page);
 void kvs_file_checkpoint_write(const struct kvs_file_checkpoint *, void *page);
+void kvs_file_epoch_write(const struct kvs_file_epoch *, void *page);
 
 /* Result of decoding a page. No field is used before the page's checksum is verified. */
 enum kvs_file_page {
@@ -74,5 +85,6 @@ enum kvs_file_page {
 enum kvs_file_page kvs_file_geometry_read(const void *page, bool of_segment, struct kvs_file_geometry *);
 enum kvs_file_page kvs_file_header_read(const void *page, struct kvs_file_header *);
 enum kvs_file_page kvs_file_checkpoint_read(const void *page, struct kvs_file_checkpoint *);
+enum kvs_file_page kvs_file_epoch_read(const void *page, struct kvs_file_epoch *);
 
 #endif

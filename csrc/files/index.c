@@ -83,7 +83,7 @@ struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *index, const ui
   entry = calloc(1, sizeof *entry + nbytes);
   if (!entry) return NULL;
   entry->hash = hash;
-  entry->slot = entry->stale = entry->other = KVS_NO_SLOT;
+  entry->slot = entry->stale = entry->other = entry->leaving = KVS_NO_SLOT;
   entry->key_nbytes = (uint16_t)nbytes;
   memcpy(entry->key, key, nbytes);
   link_entry(index, entry);
@@ -163,6 +163,26 @@ void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *
   if (entry->idle && !idle) leave_order(index, entry);
   if (!entry->idle && idle) join_order(index, entry);
   if (!there && !used && !entry->pins && clean) drop(index, entry);
+}
+
+struct kvs_file_entry *kvs_file_index_take_unused(struct kvs_file_index *index) {
+  struct kvs_file_entry *taken = NULL;
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (struct kvs_file_entry **at = &index->buckets[i], *entry; (entry = *at) != NULL;) {
+      entry->older = entry->newer = NULL;
+      entry->idle = false;
+      if (in_use(entry) || entry->pins || entry->stale != KVS_NO_SLOT) {
+        at = &entry->next;
+        continue;
+      }
+      *at = entry->next;
+      entry->next = taken;
+      taken = entry;
+      index->count--;
+      index->blocks -= entry->slot != KVS_NO_SLOT;
+    }
+  index->oldest = index->newest = NULL;
+  return taken;
 }
 
 /* Move the entry to the new index. The entry replaces the scanned one of the same key, if there is one. */

@@ -29,8 +29,10 @@ struct kvs_file_entry {
   uint32_t stale; /* A slot that may still hold an older block of this key, or KVS_NO_SLOT. That header must be erased
                      before the newer block is removed; otherwise the older block would reappear at the next open. */
   struct kvs_file_stale *more; /* further ones */
-  uint32_t other; /* Shared directories: a further block of this key, of another process. It takes the place of `slot`
-                     when that block goes. KVS_NO_SLOT: none is known. */
+  uint32_t other;   /* Shared directories: a further block of this key, of another process. It takes the place of `slot`
+                       when that block goes. KVS_NO_SLOT: none is known. */
+  uint32_t leaving; /* A slot with a block of a former epoch that a load or delete of this key still uses; it is free
+                       when they have ended. KVS_NO_SLOT: none. */
   uint32_t readers, pins;
   bool writer;
   bool foreign;                       /* another process writes `slot`: never evicted here */
@@ -62,6 +64,8 @@ void kvs_file_index_drop_stale(struct kvs_file_entry *); /* `stale` is erased: t
 /* Call after each change of an entry. Adds the entry to the LRU list (as most recently used) or removes it, and frees
  * an entry without contents. */
 void kvs_file_index_settle(struct kvs_file_index *, struct kvs_file_entry *);
+/* Take the entries out that are not used, pinned or stale: a list by `next`. The LRU list is empty then. */
+struct kvs_file_entry *kvs_file_index_take_unused(struct kvs_file_index *);
 /* Replace the contents with those of `found`, which becomes empty and must be freed. Entries in use, waited for or
  * pinned keep their address and get the new slot. No entry of `found` is in use or pinned. */
 void kvs_file_index_replace(struct kvs_file_index *, struct kvs_file_index *found);

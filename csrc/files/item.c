@@ -20,6 +20,7 @@
 
 #include "base/crc32c.h"
 #include "files/cufile.h"
+#include "files/current.h"
 #include "files/gds.h"
 #include "files/mover.h"
 #include "files/store.h"
@@ -71,12 +72,20 @@ void kvs_file_item_begin_locked(struct kvs_file_item *item) {
   kvs_file_index_settle(&item->transfer->store->index, entry);
 }
 
+static void give_leaving_locked(struct kvs_file_store *store, struct kvs_file_entry *entry) {
+  const uint32_t slot = entry->leaving;
+  if (slot == KVS_NO_SLOT || entry->readers || entry->writer) return;
+  entry->leaving = KVS_NO_SLOT;
+  kvs_file_slot_give_locked(store, slot);
+}
+
 /* Release the key and grant it to the next waiters. May free the entry. */
 static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, bool reader) {
   if (reader)
     entry->readers--;
   else
     entry->writer = false;
+  give_leaving_locked(store, entry);
   kvs_file_fall_back_locked(store, entry);
   while (entry->first && may_have(entry->first)) {
     struct kvs_file_items waiting = {entry->first, entry->last};
@@ -108,6 +117,10 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   struct kvs_file_transfer *transfer = item->transfer;
   struct kvs_file_store *store = transfer->store;
   struct kvs_file_stats *stats = &store->stats;
+  if (status == KVS_OK && reads(item) && !kvs_file_epoch_is(&item->epoch, &store->epochs.now)) {
+    status = KVS_MISSING;
+    code = KVS_FILE_CLEARED;
+  }
   if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && item->progress < KVS_FILE_WRITTEN)
     kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
@@ -243,7 +256,8 @@ static void prepare_write(struct kvs_file_item *item) {
   const struct kvs_file_geometry *g = &item->transfer->store->geometry;
   const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
   uint8_t *page_at = header_of(item), *data = memory_of(item), *behind = page_at + page;
-  struct kvs_file_header header = {.sequence = item->sequence, .nbytes = g->block_nbytes};
+  struct kvs_file_header header = {
+      .sequence = item->sequence, .nbytes = g->block_nbytes, .epoch = item->transfer->epoch};
   memcpy(header.layout_hash, g->layout_hash, sizeof header.layout_hash);
   header.key_nbytes = item->entry->key_nbytes;
   memcpy(header.key, item->entry->key, item->entry->key_nbytes);
@@ -304,25 +318,47 @@ static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot
 
 /* -- begin --------------------------------------------------------------------------------------------------------- */
 
-/* Returns whether the item continues. A begun item cannot be cancelled. The block may be missing by now: a refresh can
- * remove it. */
+/* Not 0: a store whose bytes need not be written, because its epoch has ended or is unknown. */
+static int late_code_locked(const struct kvs_file_item *item) {
+  const struct kvs_file_transfer *transfer = item->transfer;
+  const struct kvs_file_epoch *now = &transfer->store->epochs.now;
+  if (transfer->kind != KVS_FILE_PUT || item->phase != KVS_FILE_TRANSFER || item->progress >= KVS_FILE_WRITTEN)
+    return 0;
+  if (!kvs_file_epoch_known(now)) return KVS_FILE_NO_EPOCH;
+  return kvs_file_epoch_is(&transfer->epoch, now) ? 0 : KVS_FILE_CLEARED;
+}
+
+static bool deletes_nothing(const struct kvs_file_item *item) {
+  const struct kvs_file_entry *entry = item->entry;
+  return item->transfer->kind == KVS_FILE_DROP && item->phase == KVS_FILE_TRANSFER && entry->slot == KVS_NO_SLOT &&
+         entry->stale == KVS_NO_SLOT;
+}
+
+/* Returns whether the item continues. A begun item cannot be cancelled. The block may be missing by now: a refresh or
+ * a new epoch can remove it. */
 static bool may_continue(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
   bool cancelled = item->transfer->cancelled && item->progress == KVS_FILE_PENDING;
   bool stop = cancelled || (reads(item) && item->phase == KVS_FILE_TRANSFER && item->entry->slot == KVS_NO_SLOT);
+  const int late = stop ? 0 : late_code_locked(item);
+  const bool cleared = !stop && deletes_nothing(item);
   bool moves = !item->transfer->pools || item->staging != UINT32_MAX; /* otherwise it only takes a slot */
   if (moves && item->progress == KVS_FILE_PENDING) item->progress = KVS_FILE_BEGUN;
   if (stop) {
     kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : KVS_MISSING, 0);
     kvs_file_run_ready_locked(store);
+  } else if (late || cleared) {
+    kvs_file_item_finish_locked(item, late ? KVS_FILE : KVS_OK, late);
+    kvs_file_run_ready_locked(store);
   } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT && !item->tries) {
     item->phase = KVS_FILE_SCRUB_STALE;
   } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_PUT) {
     item->slot = item->entry->slot;
+    item->epoch = store->epochs.now;
   }
   pthread_mutex_unlock(&store->lock);
-  return !stop;
+  return !stop && !late && !cleared;
 }
 
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
@@ -361,6 +397,11 @@ static void lose_slot_locked(struct kvs_file_store *store, struct kvs_file_entry
 static void written_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
+  if (!kvs_file_epoch_is(&item->transfer->epoch, &store->epochs.now)) { /* no block now, whatever its header says */
+    kvs_file_slot_give_locked(store, item->slot);
+    kvs_file_item_finish_locked(item, KVS_FILE, KVS_FILE_CLEARED);
+    return;
+  }
   item->old = entry->foreign ? KVS_NO_SLOT : entry->slot;
   kvs_file_set_slot_locked(store, entry, item->slot);
   entry->sequence = item->sequence;
@@ -437,8 +478,9 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
     else
       kvs_file_item_finish_locked(item, KVS_OK, 0);
   } else {
-    kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
-    kvs_file_slot_give_locked(store, item->slot);
+    const bool leaving = entry->leaving == item->slot; /* cleared meanwhile */
+    if (!leaving) kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+    if (!leaving) kvs_file_slot_give_locked(store, item->slot);
     kvs_file_item_finish_locked(item, KVS_OK, 0);
   }
 }
@@ -458,7 +500,7 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
   bool same = header.key_nbytes == item->entry->key_nbytes &&
               memcmp(header.key, item->entry->key, header.key_nbytes) == 0 &&
-              (foreign || header.sequence == item->entry->sequence);
+              kvs_file_epoch_is(&header.epoch, &item->epoch) && (foreign || header.sequence == item->entry->sequence);
   if (!same) return foreign ? KVS_MISSING : KVS_DAMAGED;
   if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
   uint32_t crc;
@@ -543,7 +585,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
   }
   if (code == KVS_FILE_ENDED && !erased && !kvs_file_is_foreign(store, item->slot))
     item->spoilt = kvs_file_segment_repair(store, item->slot / store->geometry.slots) == 0;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   bool lost = status == KVS_DAMAGED || status == KVS_MISSING || (code && is_unreadable(code));
   if (erased)
     get_erased_locked(item, code);
@@ -575,7 +617,7 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
     span_of_page(item, item->slot, NULL);
     code = flush(item, &request->span);
   }
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   if (put)
     put_ended_locked(item, code);
   else

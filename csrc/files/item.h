@@ -31,6 +31,7 @@
 
 #include "engine/engine.h"
 #include "files/engine.h"
+#include "files/format.h"
 #include "files/index.h"
 
 struct kvs_file_store;
@@ -66,7 +67,8 @@ struct kvs_file_item {
   uint32_t staging;   /* number of the staging slot; UINT32_MAX: none */
   uint32_t crc;       /* stores staged in device memory: the block's checksum */
   enum kvs_file_phase phase;
-  uint8_t tries; /* failed reads of a reader, which retries; stores: attempts to erase an older block */
+  struct kvs_file_epoch epoch; /* of the store, when a load found its block, or a store the slot that it overwrites */
+  uint8_t tries;               /* failed reads of a reader, which retries; stores: attempts to erase an older block */
   enum kvs_file_progress progress;
   bool kept;        /* a store that left the existing block */
   bool spoilt;      /* a load: the slot can be read, and holds no block that any load could use */
@@ -85,7 +87,8 @@ struct kvs_file_transfer {
   struct kvs_file_transfer *next_garbage;    /* guarded by store->lock */
   enum kvs_file_kind kind;
   bool replace;
-  struct kvs_pool **pools; /* referenced; NULL: the blocks are host memory */
+  struct kvs_file_epoch epoch; /* of the store, when the transfer was submitted */
+  struct kvs_pool **pools;     /* referenced; NULL: the blocks are host memory */
   size_t npools;
   int64_t *slots;                         /* slot in the pools, one an item */
   size_t nparts;                          /* 0: the blocks are not in parts */

@@ -13,6 +13,7 @@
 
 #include "base/thread.h"
 #include "engine/engine.h"
+#include "files/current.h"
 #include "files/gds.h"
 #include "files/keys.h"
 #include "files/mover.h"
@@ -103,7 +104,7 @@ void kvs_file_mover_release(struct kvs_file_item *item) {
 
 static void finish(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   kvs_file_item_finish_locked(item, status, code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);

@@ -33,7 +33,8 @@ struct found {
 struct scan {
   struct kvs_file_store *store;
   struct kvs_file_index *index;
-  int64_t root;       /* of the segments to read; -1: all */
+  int64_t root; /* of the segments to read; -1: all */
+  struct kvs_file_epoch epoch;
   uint32_t nsegments; /* to look at */
   atomic_uint next;   /* next segment to read */
   pthread_mutex_t lock;
@@ -47,7 +48,8 @@ struct scan {
   size_t nunreadable, unreadable_capacity;
   int code; /* KVS_OK, or why the scan stops */
   uint64_t cut, lost;
-  bool doubtful; /* a block that may be torn is left */
+  uint64_t passed; /* highest sequence of a header of another epoch */
+  bool doubtful;   /* a block that may be torn is left */
 };
 
 static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
@@ -85,6 +87,13 @@ static void note_slot(struct scan *scan, uint32_t slot, uint32_t **slots, size_t
   pthread_mutex_unlock(&scan->lock);
 }
 
+/* Not a block of the store any more. Later blocks get higher sequences all the same. */
+static void pass_over(struct scan *scan, uint64_t sequence) {
+  pthread_mutex_lock(&scan->lock);
+  if (sequence > scan->passed) scan->passed = sequence;
+  pthread_mutex_unlock(&scan->lock);
+}
+
 static int read_at(struct kvs_file_store *store, uint32_t slot, uint8_t *to, size_t nbytes) {
   struct kvs_file_span span = {.fd = kvs_file_slot_fd(store, slot),
                                .offset = kvs_file_slot_at(store, slot),
@@ -109,6 +118,10 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
               memcmp(header.layout_hash, g->layout_hash, sizeof header.layout_hash) == 0;
   if (!good) {
     note_slot(scan, slot, &scan->bad, &scan->nbad, &scan->bad_capacity);
+    return;
+  }
+  if (!kvs_file_epoch_is(&header.epoch, &scan->epoch)) {
+    pass_over(scan, header.sequence);
     return;
   }
   struct found found = {.sequence = header.sequence, .slot = slot, .key_nbytes = header.key_nbytes};
@@ -188,6 +201,7 @@ static int index_block(struct scan *scan, const struct found *found, struct kvs_
 static int index_blocks(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
   struct kvs_file_store *store = scan->store;
   int status = KVS_OK;
+  if (scan->passed > store->sequence) store->sequence = scan->passed;
   if (scan->count) qsort(scan->found, scan->count, sizeof *scan->found, by_sequence);
   for (size_t i = 0; !status && i < scan->count; i++) {
     const struct found *found = &scan->found[i];
@@ -236,6 +250,9 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
     if (root->whole_below < unchecked) unchecked = root->whole_below;
   }
   pthread_mutex_init(&scan.lock, NULL);
+  pthread_mutex_lock(&store->lock);
+  scan.epoch = store->epochs.now;
+  pthread_mutex_unlock(&store->lock);
   read_all(&scan);
   int status = scan.code ? kvs_fail(err, scan.code, "no memory for the index of %u segments", store->nsegments)
                          : build_index(&scan, err);
@@ -281,11 +298,13 @@ int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_e
   pthread_mutex_init(&scan.lock, NULL);
   pthread_mutex_lock(&store->lock);
   scan.nsegments = store->nsegments;
+  scan.epoch = store->epochs.now;
   pthread_mutex_unlock(&store->lock);
   read_all(&scan);
   pthread_mutex_lock(&store->lock);
-  forget_peer_locked(store, root);
-  for (size_t i = 0; !scan.code && i < scan.count; i++) {
+  const bool same = kvs_file_epoch_is(&scan.epoch, &store->epochs.now); /* else it is scanned again */
+  if (same) forget_peer_locked(store, root);
+  for (size_t i = 0; same && !scan.code && i < scan.count; i++) {
     const struct found *found = &scan.found[i];
     struct kvs_file_entry *entry = kvs_file_index_add(&store->index, scan.keys + found->key_at, found->key_nbytes);
     if (!entry) scan.code = KVS_NOMEM;
@@ -293,7 +312,7 @@ int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_e
     kvs_file_learn_locked(store, entry, found->slot);
     kvs_file_index_settle(&store->index, entry);
   }
-  store->peers[peer].rescan = false;
+  store->peers[peer].rescan = !same;
   pthread_mutex_unlock(&store->lock);
   pthread_mutex_destroy(&scan.lock);
   free(scan.found);

@@ -208,6 +208,7 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
   struct kvs_file_store *store = item->transfer->store;
   item->victim = victim;
   item->slot = victim->slot;
+  item->epoch = store->epochs.now;
   victim->writer = true;
   kvs_file_set_slot_locked(store, victim, KVS_NO_SLOT);
   kvs_file_index_settle(&store->index, victim);
@@ -217,16 +218,18 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
 /* Last resort: overwrite the older block of the same key. After a crash during the write, neither block is left. */
 static void take_own_locked(struct kvs_file_item *item) {
   item->slot = item->entry->slot;
+  item->epoch = item->transfer->store->epochs.now;
   item->in_place = true;
   kvs_file_set_slot_locked(item->transfer->store, item->entry, KVS_NO_SLOT);
 }
 
 void kvs_file_slot_return_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  if (item->victim) {
+  const bool same = kvs_file_epoch_is(&item->epoch, &store->epochs.now); /* else the older block is gone */
+  if (item->victim && same) {
     kvs_file_set_slot_locked(store, item->victim, item->slot);
     store->stats.evicted--;
-  } else if (item->in_place) {
+  } else if (item->in_place && same) {
     kvs_file_set_slot_locked(store, item->entry, item->slot);
   } else {
     kvs_file_slot_give_locked(store, item->slot);

@@ -9,6 +9,7 @@
 #include "base/thread.h"
 #include "engine/metrics.h"
 #include "files/cufile.h"
+#include "files/current.h"
 #include "files/mover.h"
 #include "files/store.h"
 
@@ -208,6 +209,7 @@ static void free_store(struct kvs_file_store *store) {
   free((char *)(uintptr_t)store->settings.directory);
   pthread_mutex_destroy(&store->peers_lock);
   pthread_cond_destroy(&store->watch);
+  kvs_file_epochs_destroy(&store->epochs);
   free(store);
 }
 
@@ -247,6 +249,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   kvs_cond_init(&store->ended);
   kvs_cond_init(&store->watch);
   pthread_mutex_init(&store->peers_lock, NULL);
+  kvs_file_epochs_init(&store->epochs);
   if (settings.device) kvs_engine_ref(settings.device);
   kvs_file_geometry_make(settings.layout, settings.block_nbytes, segment_size(&settings), &store->geometry);
   return store;
@@ -267,10 +270,12 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   int status = kvs_file_open_directories(store, err);
   if (!status && settings->shared) status = kvs_file_peers_find(store, err);
   if (!status) status = kvs_file_open_segments(store, err);
+  if (!status) status = kvs_file_epochs_open(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
   if (!status && settings->device) status = kvs_file_mover_open(store, err);
   if (!status) status = open_engine(store, err);
+  if (!status) status = kvs_file_epochs_start(store, err);
   if (!status && settings->shared) status = kvs_file_peers_start(store, err);
   if (status) {
     if (store->worker) {
@@ -278,6 +283,8 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
       store->ops->close(&store->worker);
     }
     if (store->mover) kvs_file_mover_close(store);
+    kvs_file_epochs_stop(store);
+    kvs_file_epochs_close(store);
     kvs_file_peers_close(store);
     kvs_file_close_directories(store);
     free_store(store);
@@ -368,11 +375,13 @@ static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struc
 static void stop(struct kvs_file_store *store) {
   note_open(store, false);
   kvs_file_peers_stop(store);
+  kvs_file_epochs_stop(store);
   kvs_file_queue_close(&store->queue);
   store->ops->close(&store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
   kvs_file_peers_close(store);
+  kvs_file_epochs_close(store);
   kvs_file_close_directories(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;
@@ -472,39 +481,6 @@ void kvs_file_unref(struct kvs_file_store *store) {
 }
 
 /* -- queries ------------------------------------------------------------------------------------------------------- */
-
-/* Runs beside transfers: a new index is built and replaces the old one as a whole. */
-static int rescan(struct kvs_file_store *store, struct kvs_error *err) {
-  if (store->settings.shared) return kvs_file_peers_refresh(store, err);
-  struct kvs_file_index found;
-  if (!kvs_file_index_init(&found)) return kvs_fail(err, KVS_NOMEM, "no memory for an index");
-  int status = kvs_file_adopt_new(store, err);
-  if (!status) status = kvs_file_scan(store, &found, err);
-  pthread_mutex_lock(&store->lock);
-  if (!status) kvs_file_index_replace(&store->index, &found);
-  pthread_mutex_unlock(&store->lock);
-  kvs_file_index_free(&found);
-  if (!status) kvs_file_close_removed(store);
-  return status;
-}
-
-int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
-  int status = kvs_file_enter(store, err);
-  if (status) return status;
-  pthread_mutex_lock(&store->lock);
-  bool mine = !store->refreshing;
-  store->refreshing = true;
-  pthread_mutex_unlock(&store->lock);
-  if (!mine)
-    status = kvs_fail(err, KVS_UNSUPPORTED, "another thread refreshes this store already");
-  else if (store->settings.readonly || store->settings.shared)
-    status = rescan(store, err);
-  pthread_mutex_lock(&store->lock);
-  if (mine) store->refreshing = false;
-  kvs_file_leave_locked(store);
-  pthread_mutex_unlock(&store->lock);
-  return status;
-}
 
 static void read_stats_locked(const struct kvs_file_store *store, struct kvs_file_stats *stats) {
   *stats = store->stats;

@@ -7,6 +7,7 @@
 
 #include "base/histogram.h"
 #include "engine/engine.h"
+#include "files/epoch.h"
 #include "files/events.h"
 #include "files/format.h"
 #include "files/item.h"
@@ -92,6 +93,7 @@ struct kvs_file_store {
   uint32_t nremoved; /* segments with fd -1 */
   uint32_t nown;     /* segments of own directories */
   struct kvs_file_events events;
+  struct kvs_file_epochs epochs;
   unsigned npeers;
   pthread_cond_t watch; /* for the watcher: a peer's flag was set, or the store stops */
   bool watch_now, watch_stop;

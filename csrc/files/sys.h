@@ -17,6 +17,8 @@ enum {                         /* above all errno values and libcufile codes, wh
        KVS_FILE_NOT_REGULAR,   /* the name belongs to a link, directory, pipe, socket or device */
        KVS_FILE_IN_THE_WAY,    /* new.tmp cannot be replaced */
        KVS_FILE_NUMBERS_END,   /* no sequence number or generation is left */
+       KVS_FILE_CLEARED,       /* the store was cleared after the block was submitted */
+       KVS_FILE_NO_EPOCH,      /* the epoch is unknown */
 };
 
 enum kvs_file_call { KVS_FILE_READ, KVS_FILE_WRITE, KVS_FILE_ALLOCATE, KVS_FILE_OPEN, KVS_FILE_SYNC, KVS_FILE_CALLS };

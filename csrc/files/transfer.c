@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files/current.h"
 #include "files/keys.h"
 #include "files/mover.h"
 #include "files/store.h"
@@ -173,9 +174,10 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
   status = make_transfer(store, kind, keys, blocks, options, &transfer, err);
   if (!status && blocks && (blocks->pools || (options && options->nafter)))
     status = kvs_file_mover_prepare(transfer, blocks, options, err);
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   if (!status) status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
   kvs_file_catch_up_locked(store);
+  if (!status) transfer->epoch = store->epochs.now;
   if (!status) status = find_entries_locked(transfer, keys, err);
   if (!status) enlist_locked(transfer);
   kvs_file_leave_locked(store);
@@ -229,7 +231,7 @@ int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *
   if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   size_t begin = 0;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   kvs_file_catch_up_locked(store);
   for (size_t i = 0; i < keys->count; begin = keys->ends[i++]) {
     const struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
@@ -245,7 +247,7 @@ int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *the
   int status = kvs_file_check_fork(store, err);
   if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   for (size_t i = keys->count; i-- > 0;) { /* first key last: a prefix is evicted from its end */
     size_t begin = i ? keys->ends[i - 1] : 0;
     struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
@@ -263,7 +265,7 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *their
   if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   size_t begin = 0, done = 0;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   kvs_file_catch_up_locked(store);
   for (; !status && done < keys->count; begin = keys->ends[done++]) {
     struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[done] - begin);
@@ -317,7 +319,7 @@ static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, siz
 int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
   int status = kvs_file_check_fork(store, err);
   if (status) return status;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   kvs_file_catch_up_locked(store);
   *keys = malloc(measure_locked(&store->index) + 1);
   *ends = malloc((store->index.blocks + 1) * sizeof **ends);
@@ -334,7 +336,7 @@ int kvs_file_take_events(struct kvs_file_store *store, uint8_t **keys, size_t **
   struct kvs_file_events *events = &store->events;
   int status = kvs_file_check_fork(store, err);
   if (status) return status;
-  pthread_mutex_lock(&store->lock);
+  kvs_file_lock_current(store);
   kvs_file_catch_up_locked(store);
   *keys = malloc(events->nbytes + 1);
   *ends = malloc((events->count + 1) * sizeof **ends);
@@ -477,6 +479,8 @@ static int fail_item(const struct kvs_file_item *item, struct kvs_error *err) {
   case KVS_OK:
     return KVS_OK;
   case KVS_MISSING:
+    if (item->code == KVS_FILE_CLEARED)
+      return kvs_fail(err, KVS_MISSING, "block %zu is not in the store: it was cleared during the load", position);
     return kvs_fail(err, KVS_MISSING, "block %zu is not in the store", position);
   case KVS_DAMAGED:
     return kvs_fail(err, KVS_DAMAGED, "block %zu is damaged on disk: its header or checksum is wrong, it is lost",

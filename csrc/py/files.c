@@ -59,6 +59,11 @@ static int do_refresh(void *arg, struct kvs_error *err) {
   return kvs_file_refresh(using->store, err);
 }
 
+static int do_clear(void *arg, struct kvs_error *err) {
+  const struct using *using = arg;
+  return kvs_file_clear(using->store, err);
+}
+
 static PyObject *store_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"close", names, 0, 1, 1};
@@ -185,6 +190,12 @@ static PyObject *store_refresh(PyObject *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
+static PyObject *store_clear(PyObject *self, PyObject *unused) {
+  (void)unused;
+  if (use_store(self, do_clear, 0) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
 /* -- info and counters --------------------------------------------------------------------------------------------- */
 
 static PyObject *store_stats(PyObject *self, PyObject *unused) {
@@ -307,7 +318,13 @@ static void discard_peeking(void *arg) {
   free(peeking);
 }
 
-static PyObject *peek(PyObject *module, PyObject *directory) {
+static int do_clear_directory(void *arg, struct kvs_error *err) {
+  const struct peeking *peeking = arg;
+  return kvs_file_clear_directory(peeking->directory, err);
+}
+
+/* NULL: an exception is set. */
+static struct peeking *on_directory(PyObject *module, PyObject *directory, int (*work)(void *, struct kvs_error *)) {
   PyObject *path = NULL;
   if (!PyUnicode_FSConverter(directory, &path)) return NULL;
   struct peeking *peeking = calloc(1, sizeof *peeking);
@@ -315,9 +332,22 @@ static PyObject *peek(PyObject *module, PyObject *directory) {
   Py_DECREF(path);
   if (peeking == NULL || peeking->directory == NULL) {
     free(peeking);
-    return PyErr_NoMemory();
+    PyErr_NoMemory();
+    return NULL;
   }
-  if (kvs_py_apart(PyModule_GetState(module), do_peek, discard_peeking, peeking) < 0) return NULL;
+  return kvs_py_apart(PyModule_GetState(module), work, discard_peeking, peeking) < 0 ? NULL : peeking;
+}
+
+static PyObject *clear_directory(PyObject *module, PyObject *directory) {
+  struct peeking *peeking = on_directory(module, directory, do_clear_directory);
+  if (peeking == NULL) return NULL;
+  discard_peeking(peeking);
+  Py_RETURN_NONE;
+}
+
+static PyObject *peek(PyObject *module, PyObject *directory) {
+  struct peeking *peeking = on_directory(module, directory, do_peek);
+  if (peeking == NULL) return NULL;
   PyObject *found = Py_BuildValue("(sK)", peeking->layout, (unsigned long long)peeking->nbytes);
   discard_peeking(peeking);
   return found;
@@ -350,7 +380,11 @@ PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
+PyDoc_STRVAR(clear_directory_doc,
+             "_file_clear($module, directory, /)\n--\n\nBegin a new epoch of a store's directory, or of a shared one.");
+
 PyMethodDef kvs_py_file_methods[] = {
+    {"_file_clear", clear_directory, METH_O, clear_directory_doc},
     {"_file_gds", gds, METH_O, gds_doc},
     {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
@@ -428,6 +462,16 @@ PyDoc_STRVAR(refresh_doc,
              "refresh($self, /)\n--\n\n"
              "Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any\n"
              "thread may call; Error while another thread is in refresh().");
+PyDoc_STRVAR(clear_doc, "clear($self, /)\n--\n\n"
+                        "Remove all blocks of this store, for all processes that use it or will: for an update of the "
+                        "model's weights. When\n"
+                        "it returns, no block that was submitted before is found or loaded any more, by stores and "
+                        "loads under way neither;\n"
+                        "what is submitted later is stored. Slots become free; the files stay. A reader clears too, "
+                        "where it may write the\n"
+                        "directory.\n"
+                        "\n"
+                        "Error: the directory cannot be written, and nothing has changed. Ctrl-C ends the wait only.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounters: dict of int; docs/files.md explains each.");
 
 static PyMethodDef methods[] = {
@@ -441,6 +485,7 @@ static PyMethodDef methods[] = {
     {"keys", store_keys, METH_NOARGS, keys_doc},
     {"take_events", store_take_events, METH_NOARGS, take_events_doc},
     {"refresh", store_refresh, METH_NOARGS, refresh_doc},
+    {"clear", store_clear, METH_NOARGS, clear_doc},
     {"stats", store_stats, METH_NOARGS, stats_doc},
     {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
     {"__enter__", store_enter, METH_NOARGS, enter_doc},

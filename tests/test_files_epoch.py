@@ -1,0 +1,190 @@
+"""Clearing: a new epoch, which all processes of a directory see."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import file_reader
+import numpy as np
+import pytest
+from conftest import PATIENCE, until
+from test_files import keys_of
+from test_files_shared import LAYOUT, NBYTES, PER_SEGMENT, SEGMENT, block_of, check, finds, open_store, put
+
+import kvswap
+from kvswap import _C, testing
+from kvswap.files import FileStore
+
+
+def open_one(folder: Path, **options: object) -> FileStore:
+    more = {} if options.get("readonly") else {"capacity": 8 * SEGMENT, "segment_nbytes": SEGMENT}
+    return FileStore(folder / "one", LAYOUT, **more, **options)
+
+
+def load_fails(store: FileStore, keys: list[bytes]) -> None:
+    target = np.zeros((len(keys), NBYTES), np.uint8)
+    load = store.load(keys, target, range(len(keys)))
+    with pytest.raises(kvswap.Error, match="is not in the store"):
+        load.wait(PATIENCE)
+    assert len(load.failed_blocks) == len(keys)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_was_stored_is_gone_for_all(tmp_path: Path, shared: bool) -> None:
+    keys = keys_of(12)
+    first = open_store(tmp_path) if shared else open_one(tmp_path)
+    put(first, keys)
+    first.pin(keys[:2])
+    second = open_store(tmp_path) if shared else open_one(tmp_path, readonly=True)
+    assert all(second.contains(keys))
+    second.clear()
+    for store in (first, second):
+        assert not any(store.contains(keys)) and store.keys() == []
+        load_fails(store, keys)
+        with pytest.raises(kvswap.Error, match="is not in the store: nothing was pinned"):
+            store.pin(keys[:1])
+    assert first.stats()["blocks"] == 0
+    first.unpin(keys[:2])
+    put(first, keys[:5])
+    if not shared:
+        second.refresh()
+    finds(second, keys[:5])
+    check(second, keys[:5])
+    assert not any(second.contains(keys[5:]))
+    second.close()
+    first.close()
+    with open_store(tmp_path) if shared else open_one(tmp_path) as again:
+        assert again.contains(keys) == [True] * 5 + [False] * 7
+        check(again, keys[:5])
+
+
+def test_slots_are_free_again(tmp_path: Path) -> None:
+    """Without a new file, in the engine that runs and in the next one."""
+    with open_one(tmp_path) as store:
+        for turn in range(5):
+            put(store, keys_of(2 * PER_SEGMENT, f"{turn}"))
+            store.clear()
+        assert store.stats()["segments"] == 2 and store.stats()["evicted"] == 0
+    with open_one(tmp_path) as store:
+        put(store, keys_of(2 * PER_SEGMENT, "more"))
+        assert store.stats()["segments"] == 2 and store.stats()["evicted"] == 0 and store.stats()["found"] == 0
+    blocks = file_reader.read_store(tmp_path / "one")
+    assert set(blocks) == set(keys_of(2 * PER_SEGMENT, "more"))
+
+
+def test_engines_that_have_ended(tmp_path: Path) -> None:
+    """Their blocks too, and nobody has to be there."""
+    keys = keys_of(6)
+    for part in (keys[:3], keys[3:]):
+        with open_store(tmp_path) as store:
+            put(store, part)
+    _C._file_clear(tmp_path / "s")
+    with open_store(tmp_path) as store:
+        assert not any(store.contains(keys))
+
+
+def test_a_writers_directory_is_of_the_epoch_around_it(tmp_path: Path) -> None:
+    keys = keys_of(3)
+    with open_store(tmp_path) as store:
+        put(store, keys)
+    with FileStore(tmp_path / "s" / "writer-0000", LAYOUT, readonly=True) as reader:
+        assert all(reader.contains(keys))
+        check(reader, keys)
+        _C._file_clear(tmp_path / "s")
+        assert not any(reader.contains(keys))
+    assert not (tmp_path / "s" / "writer-0000" / "epoch.kvs").exists()
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    """A new epoch in any of them is one of the store."""
+    where, keys = [tmp_path / name for name in ("a", "b", "c")], keys_of(9)
+    options = {"capacity": 24 * SEGMENT, "segment_nbytes": SEGMENT}
+    with FileStore(where, LAYOUT, **options) as store, FileStore(where, LAYOUT, readonly=True) as reader:
+        put(store, keys)
+        store.clear()
+        assert not any(store.contains(keys) + reader.contains(keys))
+        for folder in where:
+            put(store, keys)
+            reader.refresh()
+            assert all(reader.contains(keys))
+            _C._file_clear(folder)
+            assert not any(store.contains(keys) + reader.contains(keys))
+        put(store, keys)
+        assert len({file_reader.read_epoch(folder) for folder in where}) == 3
+    with FileStore(where[::-1], LAYOUT, **options) as store:
+        assert all(store.contains(keys))
+
+
+def test_a_store_that_was_submitted_before(tmp_path: Path) -> None:
+    """Is not published, and its slot is free; what is submitted afterwards is stored."""
+    keys = keys_of(4)
+    with open_one(tmp_path, engine="threads", depth=1) as store, open_one(tmp_path, readonly=True) as reader:
+        put(store, [b"first-"])  # which makes the file
+        with testing.file_fault(store, "write", "delay", delay=100.0):
+            blocks = [block_of(key) for key in keys]
+            before = store.store(keys, blocks)
+            until(lambda: store.stats()["unfinished_stores"])
+            reader.clear()
+            after = store.store(keys[:2], blocks[:2])
+        with pytest.raises(kvswap.Error, match="storing block 0: the store was cleared after the block was submitted"):
+            before.wait(PATIENCE)
+        assert len(before.failed_blocks) == 4
+        after.wait(PATIENCE)
+        assert store.contains(keys) == [True, True, False, False]
+        check(store, keys[:2])
+        put(store, keys_of(PER_SEGMENT - 2, "more"))
+        assert store.stats()["segments"] == 1  # of 8 slots: none is lost
+
+
+def test_a_load_that_began_before(tmp_path: Path) -> None:
+    """Fails as missing, and its slot is not written before it has ended."""
+    keys = keys_of(PER_SEGMENT)
+    with open_one(tmp_path, engine="threads", depth=2) as store:
+        put(store, keys)
+        target = np.zeros((1, NBYTES), np.uint8)
+        with testing.file_fault(store, "read", "delay", delay=100.0):
+            load = store.load(keys[:1], target, [0])
+            until(lambda: store.stats()["unfinished_loads"])
+            _C._file_clear(tmp_path / "one")
+            put(store, keys_of(PER_SEGMENT - 1, "new"))
+            assert store.stats()["segments"] == 1
+            assert not load.done()
+        with pytest.raises(kvswap.Error, match="block 0 is not in the store: it was cleared during the load"):
+            load.wait(PATIENCE)
+        assert store.stats()["missed"] == 1
+        put(store, [b"last-one"])
+        assert store.stats()["segments"] == 1 and store.stats()["evicted"] == 0
+        check(store, keys_of(PER_SEGMENT - 1, "new"))
+
+
+def test_deletes_that_had_not_begun(tmp_path: Path) -> None:
+    keys = keys_of(PER_SEGMENT)
+    with open_one(tmp_path, engine="threads", depth=1) as store:
+        put(store, keys)
+        with testing.file_fault(store, "write", "delay", delay=100.0):
+            deletes = [store.delete(keys[i : i + 1]) for i in range(4)]
+            _C._file_clear(tmp_path / "one")
+            assert not any(store.contains(keys))
+        for delete in deletes:
+            delete.wait(PATIENCE)
+        put(store, keys_of(PER_SEGMENT, "new"))
+        assert store.stats()["segments"] == 1 and store.stats()["evicted"] == 0
+        check(store, keys_of(PER_SEGMENT, "new"))
+
+
+def test_a_delete_that_began_before(tmp_path: Path) -> None:
+    """Its slot is given back once."""
+    keys = keys_of(PER_SEGMENT)
+    with open_one(tmp_path, engine="threads", depth=2) as store:
+        put(store, keys)
+        with testing.file_fault(store, "write", "delay", delay=100.0):
+            delete = store.delete(keys[:1])
+            until(lambda: store.stats()["unfinished_stores"])
+            _C._file_clear(tmp_path / "one")
+            assert not any(store.contains(keys))
+        delete.wait(PATIENCE)
+        put(store, keys_of(PER_SEGMENT, "new"))
+        assert store.stats()["segments"] == 1 and store.stats()["evicted"] == 0
+        check(store, keys_of(PER_SEGMENT, "new"))
