@@ -23,6 +23,7 @@
 #include "files/current.h"
 #include "files/gds.h"
 #include "files/mover.h"
+#include "files/spans.h"
 #include "files/store.h"
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
@@ -145,11 +146,8 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
 
 /* -- the file queues ----------------------------------------------------------------------------------------------- */
 
-/* Its bytes are staged in device memory, for GPUDirect Storage. */
-static bool on_device(const struct kvs_file_item *item) { return item->transfer->pools && item->transfer->store->gds; }
-
 void kvs_file_item_queue(struct kvs_file_item *item) {
-  if (on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER)
+  if (kvs_file_on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER)
     kvs_file_gds_push(item);
   else
     kvs_file_queue_push(&item->transfer->store->queue, &item->request);
@@ -184,61 +182,6 @@ void kvs_file_run_ready_locked(struct kvs_file_store *store) {
   while ((item = take_first(&store->ready)) != NULL) dispatch_locked(item);
 }
 
-/* -- spans --------------------------------------------------------------------------------------------------------- */
-
-static void span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *page) {
-  const struct kvs_file_store *store = item->transfer->store;
-  item->request.span = (struct kvs_file_span){.fd = kvs_file_slot_fd(store, slot),
-                                              .write = true,
-                                              .dsync = store->settings.durability == KVS_FILE_FSYNC,
-                                              .offset = kvs_file_slot_at(store, slot),
-                                              .pieces = {{page, KVS_FILE_PAGE}},
-                                              .npieces = 1};
-}
-
-static uint8_t *memory_of(const struct kvs_file_item *item) { return (uint8_t *)(uintptr_t)item->address; }
-
-/* In staging, the block directly follows its header. Other memory is read and written in place up to its last whole
- * page. A block in parts goes through scratch, and so does with O_DIRECT memory that is not page-aligned. */
-static bool in_place(const struct kvs_file_item *item) {
-  if (item->transfer->nparts) return false;
-  return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
-}
-
-/* Copy the block between its place in scratch and the caller's memory. */
-static void copy_block(const struct kvs_file_item *item, uint8_t *scratch, bool to_scratch) {
-  const struct kvs_file_transfer *transfer = item->transfer;
-  const size_t n = transfer->nparts ? transfer->nparts : 1;
-  const uint64_t *parts = transfer->part_nbytes, whole = transfer->store->geometry.block_nbytes;
-  for (size_t i = 0; i < n; i++) {
-    uint64_t nbytes = parts ? parts[i] : whole;
-    uint64_t address = parts ? parts[n + (size_t)(item - transfer->items) * n + i] : item->address;
-    void *memory = (void *)(uintptr_t)address;
-    memcpy(to_scratch ? (void *)scratch : memory, to_scratch ? memory : (void *)scratch, nbytes);
-    scratch += nbytes;
-  }
-}
-
-static uint8_t *header_of(const struct kvs_file_item *item) {
-  return item->transfer->pools && !on_device(item) ? memory_of(item) - KVS_FILE_PAGE : item->request.scratch;
-}
-
-static void span_of_block(struct kvs_file_item *item, bool write) {
-  const struct kvs_file_store *store = item->transfer->store;
-  const uint64_t page = KVS_FILE_PAGE, whole = store->geometry.block_nbytes / page * page;
-  struct kvs_file_span *span = &item->request.span;
-  uint8_t *header = header_of(item);
-  span_of_page(item, item->slot, item->transfer->pools ? memory_of(item) - page : header);
-  span->write = write;
-  span->dsync = span->dsync && write;
-  if (item->transfer->pools || !in_place(item)) {
-    span->pieces[0].iov_len = store->geometry.slot_nbytes;
-    return;
-  }
-  if (whole) span->pieces[span->npieces++] = (struct iovec){memory_of(item), whole};
-  if (store->geometry.block_nbytes > whole) span->pieces[span->npieces++] = (struct iovec){header + page, page};
-}
-
 /* -- stores -------------------------------------------------------------------------------------------------------- */
 
 static void join_writes_locked(struct kvs_file_item *item) {
@@ -255,23 +198,23 @@ static void join_writes_locked(struct kvs_file_item *item) {
 static void prepare_write(struct kvs_file_item *item) {
   const struct kvs_file_geometry *g = &item->transfer->store->geometry;
   const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
-  uint8_t *page_at = header_of(item), *data = memory_of(item), *behind = page_at + page;
+  uint8_t *page_at = kvs_file_header_of(item), *data = kvs_file_memory_of(item), *behind = page_at + page;
   struct kvs_file_header header = {
       .sequence = item->sequence, .nbytes = g->block_nbytes, .epoch = item->transfer->epoch};
   memcpy(header.layout_hash, g->layout_hash, sizeof header.layout_hash);
   header.key_nbytes = item->entry->key_nbytes;
   memcpy(header.key, item->entry->key, item->entry->key_nbytes);
-  if (!item->transfer->pools && !in_place(item)) {
-    copy_block(item, behind, true);
+  if (!item->transfer->pools && !kvs_file_is_in_place(item)) {
+    kvs_file_copy_block(item, behind, true);
     memset(behind + g->block_nbytes, 0, g->slot_nbytes - page - g->block_nbytes);
     data = behind;
   } else if (!item->transfer->pools && whole < g->block_nbytes) {
     memcpy(behind, data + whole, g->block_nbytes - whole);
     memset(behind + (g->block_nbytes - whole), 0, page - (g->block_nbytes - whole));
   }
-  header.data_crc = on_device(item) ? item->crc : kvs_crc32c(0, data, g->block_nbytes);
+  header.data_crc = kvs_file_on_device(item) ? item->crc : kvs_crc32c(0, data, g->block_nbytes);
   kvs_file_header_write(&header, page_at);
-  span_of_block(item, true);
+  kvs_file_span_of_block(item, true);
 }
 
 static enum kvs_file_begun finish_item(struct kvs_file_item *item, int status, int code) {
@@ -286,7 +229,7 @@ static enum kvs_file_begun finish_item(struct kvs_file_item *item, int status, i
 static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   int code, status = KVS_OK;
-  if (on_device(item) && item->staging != UINT32_MAX) status = kvs_file_gds_checksum(item, &item->crc, &code);
+  if (kvs_file_on_device(item) && item->staging != UINT32_MAX) status = kvs_file_gds_checksum(item, &item->crc, &code);
   if (status) return finish_item(item, status, code);
   pthread_mutex_lock(&store->lock);
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
@@ -312,7 +255,7 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
 
 static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot) {
   memset(item->request.scratch, 0, KVS_FILE_PAGE);
-  span_of_page(item, slot, item->request.scratch);
+  kvs_file_span_of_page(item, slot, item->request.scratch);
   return KVS_FILE_GO;
 }
 
@@ -376,7 +319,7 @@ enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   }
   if (item->transfer->kind == KVS_FILE_PUT) return begin_write(item);
   if (item->transfer->kind == KVS_FILE_DROP) return begin_erase(item, item->slot);
-  span_of_block(item, false);
+  kvs_file_span_of_block(item, false);
   return KVS_FILE_GO;
 }
 
@@ -494,7 +437,7 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   const struct kvs_file_geometry *g = &store->geometry;
   const bool foreign = kvs_file_is_foreign(store, item->slot);
   struct kvs_file_header header;
-  enum kvs_file_page page = kvs_file_header_read(header_of(item), &header);
+  enum kvs_file_page page = kvs_file_header_read(kvs_file_header_of(item), &header);
   item->spoilt = page != KVS_FILE_GOOD;
   if (page == KVS_FILE_EMPTY) return foreign ? KVS_MISSING : KVS_DAMAGED;
   if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
@@ -505,7 +448,7 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
   uint32_t crc;
   int status = KVS_OK;
-  if (on_device(item))
+  if (kvs_file_on_device(item))
     status = kvs_file_gds_checksum(item, &crc, &item->code);
   else
     crc = kvs_crc32c(0, data, g->block_nbytes);
@@ -516,14 +459,14 @@ static int check_block(struct kvs_file_item *item, const uint8_t *data) {
 static int read_ended(struct kvs_file_item *item) {
   const struct kvs_file_geometry *g = &item->transfer->store->geometry;
   const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
-  uint8_t *behind = header_of(item) + page, *data = memory_of(item);
+  uint8_t *behind = kvs_file_header_of(item) + page, *data = kvs_file_memory_of(item);
   if (item->transfer->pools) return check_block(item, data);
-  if (in_place(item)) {
+  if (kvs_file_is_in_place(item)) {
     memcpy(data + whole, behind, g->block_nbytes - whole);
     return check_block(item, data);
   }
   int status = check_block(item, behind);
-  if (!status) copy_block(item, behind, false);
+  if (!status) kvs_file_copy_block(item, behind, false);
   return status;
 }
 
@@ -614,7 +557,7 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
   }
   bool put = item->transfer->kind == KVS_FILE_PUT, written = put && item->phase == KVS_FILE_TRANSFER;
   if (!code && written) {
-    span_of_page(item, item->slot, NULL);
+    kvs_file_span_of_page(item, item->slot, NULL);
     code = flush(item, &request->span);
   }
   kvs_file_lock_current(store);
