@@ -176,7 +176,8 @@ KVS_API int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const
                            bool one_size, /* nbytes[0] is the size of all entries */
                            size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
                            struct kvs_error *err);
-/* Block gpu_ids[i] of every tensor <-> block cpu_ids[i] of the same tensor. */
+/* Block gpu_ids[i] of every tensor <-> block cpu_ids[i] of the same tensor. Without tensors ids are checked, too: from
+ * 0 to INT32_MAX, and no destination twice. */
 KVS_API int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
                            const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
                            const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err);

@@ -194,6 +194,8 @@ def test_no_values_do_nothing(make: Callable[..., Layers], mode: int) -> None:
             is None
         )
         assert fastdeploy.swap_cache_layout(tensors[:0], layers.ptrs[0], [], GPU_IDS, CPU_IDS, 0, mode) is None
+        with pytest.raises(IndexError, match=r"cpu_block_ids\[0\] is 99"):
+            fastdeploy.swap_cache_all_layers(tensors, ptrs, HOST_BLOCKS, [0], [99], 0, mode, device=layers.device)
     layers.check_untouched()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Cache
+from conftest import PATHS, PATIENCE, Buffer, Cache
 
 import kvswap
 from kvswap import _C, memory
@@ -48,6 +48,34 @@ def with_ids(cache: Cache, name: str, ids: Any, count: int) -> Callable[[], Any]
     """A swap where one list is as given and the other is right."""
     right = list(range(count))
     return (lambda: cache.swap(ids, right)) if name == LISTS[0] else (lambda: cache.swap(right, ids))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", LISTS)
+def test_ids_without_tensors(name: str, path: str) -> None:
+    """Nothing is moved, and a bad id is an error all the same, not a block that is done."""
+
+    def swap(ids: Any, other: Any, counts: Any = 8) -> kvswap.Transfer:
+        pair = (ids, other) if name == LISTS[0] else (other, ids)
+        direction = int(name == LISTS[0])  # the list names destinations
+        return kvswap.swap_cache_all_layers_async(
+            [], [], 64, counts, counts, *pair, direction, device="host:0", path=path
+        )
+
+    for dtype in (list, np.int32, np.int64):
+        convert: Any = list if dtype is list else lambda ids, dtype=dtype: np.array(ids, dtype)
+        for ids, at in (([8, 1], 0), ([0, 1, 8], 2), ([-1], 0), ([0, 2**31 - 1], 1)):
+            with pytest.raises(IndexError, match=rf"{name}\[{at}\] is {ids[at]}; that side has 8 blocks"):
+                swap(convert(ids), convert(list(range(len(ids)))))
+    with pytest.raises(ValueError, match=rf"{name}\[0\] and {name}\[2\] are both 1"):
+        swap([1, 0, 1], [0, 1, 2])
+    with pytest.raises(IndexError, match=rf"{name}\[1\] is -9223372036854775808; without tensors"):
+        swap([0, -(2**63)], [0, 1], [])
+    with pytest.raises(IndexError, match=r"gpu_block_ids\[0\] is 0; that side has 0 blocks"):
+        swap([0], [0], 0)
+    done = swap([7, 0, 3], [0, 1, 2])
+    done.wait(PATIENCE)
+    assert done.num_blocks == 3 and done.nbytes == 0
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -287,7 +287,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
   work.src_slots = scratch->ids + (direction == KVS_D2H ? 0 : gpu.count);
   work.dst_slots = scratch->ids + (direction == KVS_D2H ? gpu.count : 0);
-  work.nslots = gpu.count;
+  work.nslots = ntensors ? gpu.count : 0; /* without tensors nothing is to be moved */
   if (!status) status = kvs_check_layer_options(&options, ntensors, err);
   if (!status) status = check_cache(engine, &work, &call, &options, err);
   if (!status) status = kvs_submit(engine, &work, &options, transfer, err);

@@ -129,6 +129,10 @@ static int refuse_ids(const struct kvs_submission *s, const struct kvs_path_ops 
         s->err, KVS_UNSUPPORTED,
         "%s is on the device, which needs kernels, and they are off: %s: pass a copy in host memory, ids.cpu()",
         side->name, why ? why : "2^32 blocks or more");
+  if (side->ids->count && !s->work->scratch->rows.count)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "%s is on the device, and there are no tensors: no kernel would check the ids; pass ids.cpu()",
+                    side->name);
   if (region)
     return kvs_fail(s->err, KVS_INVALID,
                     "%s is on the device, which needs kernels, and they cannot reach pageable host memory at 0x%" PRIx64

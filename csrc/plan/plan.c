@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LINE = 128 }; /* bytes of a link transaction */
+enum { LINE = 128 };                             /* bytes of a link transaction */
+static const int64_t MOST_UNBOUNDED = INT32_MAX; /* a bitmap of so many blocks takes 256 MiB */
 
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch) {
   free(scratch->bitmap);
@@ -180,6 +181,31 @@ static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_
   return others && shared < others->count ? name_shared(others, ids, shared, err) : KVS_OK;
 }
 
+/* Without tensors the number of blocks is not known. *end: above all ids. */
+static int check_unbounded(const struct kvs_ids *ids, const char *name, uint64_t *end, struct kvs_error *err) {
+  *end = 0;
+  for (size_t i = 0; i < ids->count; i++) {
+    int64_t id = kvs_id_at(ids, i);
+    if (id < 0 || id > MOST_UNBOUNDED)
+      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; without tensors ids are from 0 to %" PRId64, name, i, id,
+                      MOST_UNBOUNDED);
+    if ((uint64_t)id >= *end) *end = (uint64_t)id + 1;
+  }
+  return KVS_OK;
+}
+
+static int check_without_tensors(const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids,
+                                 enum kvs_direction direction, struct kvs_plan_scratch *scratch,
+                                 struct kvs_error *err) {
+  uint64_t gpu_end = 0, cpu_end;
+  bool known = gpu_ids->data || !gpu_ids->count;
+  int status = known ? check_unbounded(gpu_ids, "gpu_block_ids", &gpu_end, err) : KVS_OK;
+  if (!status) status = check_unbounded(cpu_ids, "cpu_block_ids", &cpu_end, err);
+  if (status) return status;
+  if (direction == KVS_D2H) return check_duplicates(cpu_ids, "cpu_block_ids", cpu_end, NULL, scratch, err);
+  return known ? check_duplicates(gpu_ids, "gpu_block_ids", gpu_end, NULL, scratch, err) : KVS_OK;
+}
+
 int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,
                        struct kvs_error *err) {
@@ -190,7 +216,7 @@ int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const 
                     gpu_ids->count, cpu_ids->count);
   if (gpu_ids->count > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", gpu_ids->count, UINT32_MAX);
-  if (ntensors == 0) return KVS_OK;
+  if (ntensors == 0) return check_without_tensors(gpu_ids, cpu_ids, direction, scratch, err);
   uint64_t gpu_blocks = fewest_blocks(tensors, ntensors, true, &tensor);
   bool known = gpu_ids->data || !gpu_ids->count;
   int status = known ? check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "that side", tensor, ntensors, err) : KVS_OK;

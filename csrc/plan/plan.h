@@ -62,7 +62,8 @@ static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return 
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
 
-/* Check both id lists: equal lengths, in range for every tensor, no destination twice. A list without data is not known
+/* Check both id lists: equal lengths, in range for every tensor (without tensors: from 0 to INT32_MAX), no destination
+ * twice. A list without data is not known
  * (gpu_ids, and either list of slots): only its length is checked. */
 int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,

@@ -211,6 +211,21 @@ static int fill_tensors(struct swap_call *call, const struct swap_kind *kind) {
   return 0;
 }
 
+/* Without tensors the core does not know how many blocks there are. */
+static int check_range(const struct swap_call *call, int side, const struct swap_kind *kind) {
+  const struct kvs_ids *ids = &call->ids[side];
+  const struct kvs_py_list *blocks = &call->numbers[1 + side];
+  if (call->ptrs[0].count > 0 || !blocks->one) return 0;
+  for (size_t i = 0; i < ids->count; ++i) {
+    int64_t id = ids->width == 8 ? ((const int64_t *)ids->data)[i] : ((const int32_t *)ids->data)[i];
+    if (id < 0 || (uint64_t)id >= blocks->single[0])
+      return kvs_py_complain(PyExc_IndexError, kind->args.names[GPU_IDS + side], (Py_ssize_t)i,
+                             "is %lld; that side has %llu blocks", (long long)id,
+                             (unsigned long long)blocks->single[0]);
+  }
+  return 0;
+}
+
 static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
   if (kvs_py_direction(call->values[DIRECTION], &call->direction) < 0 || read_sides(call, kind) < 0 ||
       read_numbers(call, kind) < 0)
@@ -220,7 +235,8 @@ static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
   call->on_device = on_device == 1;
   for (int side = call->on_device; side < 2; ++side)
     if (kvs_py_ids(call->state, call->values[GPU_IDS + side], kind->args.names[GPU_IDS + side], &call->ids[side],
-                   &call->keep[side]) < 0)
+                   &call->keep[side]) < 0 ||
+        check_range(call, side, kind) < 0)
       return -1;
   if (!call->on_device &&
       kvs_py_same_length("cpu_block_ids", call->ids[1].count, "gpu_block_ids", call->ids[0].count) < 0)

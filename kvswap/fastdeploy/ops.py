@@ -245,7 +245,7 @@ def _swap_cache_all_layers(
     most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
     kept, addresses = _pairs(cache_gpu_tensors, cache_cpu_ptrs)
     blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
-    if not kept or not count:  # without ids there is nothing to check
+    if not count:  # without ids there is nothing to check
         return _submit(swap, [], [], [], most, (), (), direction, on, stream)
     ids = swap_block_ids_gpu, swap_block_ids_cpu
     return _submit(swap, kept, blocks, addresses, most, *ids, direction, on, stream)
