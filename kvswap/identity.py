@@ -78,7 +78,7 @@ FIELDS = (
     ),
     Field("kv_scales", "digest of a file of the KV's scales", "", "`quantization_param_path`"),
     Field("quantization", "of the weights", "method and its configuration", "method"),
-    Field("rope", "positions", "of the model's configuration", "the same"),
+    Field("rope", "positions, as the engine takes them", "`rope_parameters`, `max_model_len` of LongRoPE"),
     Field(
         "overrides",
         "what changes the model's configuration or code",
@@ -109,6 +109,7 @@ FIELDS = (
         needed=True,
     ),
     Field("draft", "the draft model, whose pages are stored beside", "`speculative_config`", "`speculative_...`"),
+    Field("lora", "digest of adapters that keys name by name and path only", "", "`lora_paths`"),
     Field("hash", "algorithm and seed of keys", "algorithm, `PYTHONHASHSEED`", "`sha256`", needed=True),
     Field("pool", "which of several host pools", "", "name and kind"),
     Field("replica", "whose files, if they have one writer", "", "`dp_rank`, with `shared: false`"),

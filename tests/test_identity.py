@@ -425,3 +425,163 @@ def test_vllm_scales_of_run_time(vllm: Any) -> None:
     scales = {"vllm.cache_config.calculate_kv_scales": True}
     assert vllm(scales).storable, "the cache has no scales"
     assert not vllm({**scales, "vllm.cache_config.cache_dtype": "fp8"}).storable
+
+
+# -- SGLang, likewise; tests/integration/sglang_identity.py has the real ones ------------------------------------------
+
+SGLANG_DIFFERENT: list[tuple[str, str, Any]] = [
+    ("revision", "model.model_path", f"/hub/models--org--model/snapshots/{OTHER}"),
+    ("model", "model.model_path", f"/hub/models--org--another/snapshots/{COMMIT}"),
+    ("weights", "model.load_format", "dummy"),
+    ("weight_version", "serving.weight_version", "step-2"),
+    ("dtype", "model.dtype", "float16"),
+    ("kv_format", "model.kv_cache_dtype", "fp8_e4m3"),
+    ("kv_format", "model.kv_cache_dtype", "fp8_e5m2"),
+    ("kv_format", "model.qsa_indexer_dtype", "fp8_e4m3"),
+    ("kv_format", "pool.dtype", "torch.uint8"),
+    ("kv_format", "pool.temporal_dtype", "torch.float32"),
+    ("kv_scales", "model.quantization_param_path", "/no/such/scales.json"),
+    ("quantization", "model.quantization", "fp8"),
+    ("overrides", "model.json_model_override_args", '{"rope_theta": 1e6}'),
+    ("overrides", "model.model_config_parser", "mistral"),
+    ("layout", "pool.layout", "page_head"),
+    ("layout", "pool.storage_format_tag", "unified-token-major"),
+    ("backend", "exec.attention_backend", "fa3"),
+    ("backend", "exec.kernel", Some(decode_attention_backend="flashinfer")),
+    ("tokens", "pool.page_size", 32),
+    ("layers", "pool.layer_num", 3),
+    ("layers", "pool.start_layer", 2),
+    ("layers", "pool.head_num", 8),
+    ("mla", "config.is_mla_model", True),
+    ("ranks", "config.tp_size", 2),
+    ("ranks", "config.pp_size", 2),
+    ("ranks", "config.attn_cp_size", 2),
+    ("draft", "spec", Some(speculative_algorithm="EAGLE", speculative_draft_model_revision=None,
+        speculative_draft_model_path=f"/hub/models--org--draft/snapshots/{OTHER}")),
+]  # fmt: skip
+SGLANG_SHARED: list[tuple[str, Any]] = [
+    ("config.model_name", "canary"),
+    ("config.dp_rank", 3),
+    ("config.enable_storage_metrics", True),
+    ("model.load_format", "safetensors"),
+    ("serving.weight_version", "default"),
+    ("pool.size", 1 << 20),
+    ("spec", Some(speculative_algorithm="NGRAM")),
+    ("lora", Some(lora_paths=[f"x=/hub/models--org--x/snapshots/{OTHER}"])),
+]
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of changes to make: the identity of a pool's pages."""
+    from kvswap.sglang import _identity
+
+    runtime: Any = ModuleType("sglang.srt.runtime_context")
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", runtime)
+    snapshot = str(cached(tmp_path, COMMIT))
+
+    def make(
+        changes: dict[str, Any] | None = None,
+        said: Said | None = None,
+        *,
+        published: bool = True,
+        replicated: bool = False,
+    ) -> Identity:
+        roots: dict[str, Any] = {
+            "model": Some(
+                model_path=snapshot, revision=None, load_format="auto", download_dir=None, dtype="bfloat16",
+                kv_cache_dtype="auto", qsa_indexer_dtype="auto", quantization=None, quantization_param_path=None,
+                json_model_override_args="{}", model_config_parser="auto",
+            ),
+            "exec": Some(attention_backend=None, kernel=None),
+            "spec": Some(speculative_algorithm=None),
+            "serving": Some(weight_version="default"),
+            "lora": Some(lora_paths=None),
+            "pool": Some(dtype="torch.bfloat16", layout="page_first", page_size=16, layer_num=2, head_num=4, size=4096),
+            "config": Some(
+                model_name="prod", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+                is_mla_model=False, dp_rank=0, enable_storage_metrics=False,
+            ),
+        }  # fmt: skip
+        for path, value in (changes or {}).items():
+            if "." in path:
+                changed(roots, path, value)
+            else:
+                roots[path] = value
+        bags = {name: roots[name] for name in ("model", "exec", "spec", "serving", "lora")} if published else {}
+        context = Some(config_bag=bags.__getitem__, is_config_namespace_published=bags.__contains__)
+        runtime.get_context = lambda: context
+        ranks = _identity.ranks_of(roots["config"], replicated=replicated)
+        return _identity.identity_of(roots["config"], "kv", roots["pool"], [64, 64], said or Said(), ranks=ranks)
+
+    return make
+
+
+@pytest.mark.parametrize(("field", "path", "value"), SGLANG_DIFFERENT)
+def test_sglang_each_field(sglang: Any, field: str, path: str, value: Any) -> None:
+    before, after = sglang(), sglang({path: value})
+    assert not before.own and not after.own
+    assert before.fields.get(field) != after.fields.get(field) and before.digest != after.digest
+
+
+@pytest.mark.parametrize(("path", "value"), SGLANG_SHARED)
+def test_sglang_what_does_not_change_bytes(sglang: Any, path: str, value: Any) -> None:
+    assert sglang({path: value}).digest == sglang().digest
+
+
+def test_sglang_formats_in_bytes(sglang: Any) -> None:
+    formats = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16", "auto"]
+    made = [sglang({"model.kv_cache_dtype": name, "pool.dtype": "torch.uint8"}) for name in formats]
+    assert len({identity.digest for identity in made}) == len(formats) and not any(each.own for each in made)
+    said = Said(revision="r")
+    assert sglang({"pool.dtype": "torch.uint8"}, said, published=False).unknown == ("kv_format",)
+    assert not sglang({"pool.dtype": "torch.float16"}, said, published=False).own
+
+
+def test_sglang_mla_is_whole_on_each_rank(sglang: Any) -> None:
+    ranks = [{"config.tp_size": size, "config.tp_rank": rank} for size, rank in ((1, 0), (2, 0), (2, 1))]
+    assert len({sglang(each, replicated=True).digest for each in ranks}) == 1
+    assert len({sglang(each).digest for each in ranks}) == 3
+
+
+def test_sglang_what_is_not_known(sglang: Any, tmp_path: Path) -> None:
+    for own in (
+        {"model.model_path": "org/other"},
+        {"lora": Some(lora_paths=["x=org/adapter"])},
+        {"spec": Some(speculative_algorithm="EAGLE3", speculative_draft_model_path="org/draft")},
+    ):
+        assert sglang(own).unknown == ("revision",) and not sglang(own, Said(revision="r")).own
+    assert sglang(published=False).unknown == ("revision",)
+    for said in (Said(revision="r"), Said(weight_version="w")):
+        one, two = (sglang({"config.model_name": name}, said, published=False) for name in ("prod", "canary"))
+        assert one.digest == two.digest
+    for said in (Said(name="n"), Said(unversioned=True)):
+        one, two = (sglang({"config.model_name": name}, said, published=False) for name in ("prod", "canary"))
+        assert one.digest != two.digest and not one.own
+
+
+def test_sglang_an_adapter_whose_weights_are_replaced(sglang: Any, tmp_path: Path) -> None:
+    adapter = local(tmp_path / "adapter")
+    with_it = {"lora": Some(lora_paths=[{"lora_name": "x", "lora_path": str(adapter)}])}
+    before = sglang(with_it)
+    assert before.digest == sglang(with_it).digest != sglang().digest
+    (adapter / "model-00001.safetensors").write_bytes(b"others")
+    assert sglang(with_it).digest != before.digest
+
+
+def test_sglang_scales(sglang: Any, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    made = []
+    for text in ('{"a": 1}', '{"a": 2}', ' {"a": 1} '):
+        path.write_text(text)
+        made.append(sglang({"model.quantization_param_path": str(path)}).digest)
+    assert made[0] == made[2] != made[1]
+
+
+def test_sglang_without_its_configuration(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that has none, or a process that may not read it."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
+    made = sglang(said=Said(revision="r"), published=False)
+    assert not made.own and "model" not in made.fields

@@ -59,7 +59,13 @@ def keys_of(*numbers: int) -> list[str]:
 def storage(folder: Path, pool: HostPool, *, extra: Any = None, up: int = 2, **changes: Any) -> Any:
     from kvswap.sglang import RemoteStorage
 
-    given = {"interface_v1": 1, "nodes": str(folder / "nodes"), "key": str(folder / "key"), **(extra or {})}
+    given = {
+        "interface_v1": 1,
+        "nodes": str(folder / "nodes"),
+        "key": str(folder / "key"),
+        "revision": "r",
+        **(extra or {}),
+    }
     made = RemoteStorage(config(extra_config=given, **changes), {})
     made.register_mem_pool_host(pool)
     made.register_mem_host_pool_v2(pool, PoolName.KV)
@@ -120,7 +126,10 @@ def test_ranks_and_models_do_not_mix(tmp_path: Path, nodes: Any) -> None:
     pool = HostPool(KV)
     made = storage(tmp_path, pool, tp_rank=0, tp_size=2)
     made.batch_set_v1(keys_of(1), pool.tokens_of([1]))
-    others = [storage(tmp_path, pool, tp_rank=1, tp_size=2), storage(tmp_path, pool, tp_size=2, model_name="other")]
+    others = [
+        storage(tmp_path, pool, tp_rank=1, tp_size=2),
+        storage(tmp_path, pool, tp_size=2, extra={"revision": "s"}),
+    ]
     same = storage(tmp_path, pool, tp_rank=0, tp_size=2, dp_rank=3)
     assert [each.exists(keys_of(1)[0]) for each in (made, *others, same)] == [True, False, False, True]
     for each in (made, *others, same):

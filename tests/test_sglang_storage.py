@@ -44,7 +44,7 @@ def storage(folder: Path, pools: HostPool | dict[Any, HostPool], *, extra: Any =
     from kvswap.sglang import FileStorage
 
     given = {"backend_name": "kvswap", "module_path": "kvswap.sglang", "class_name": "FileStorage", "interface_v1": 1}
-    given |= {"directory": str(folder / "kv"), "capacity": CAPACITY, **(extra or {})}
+    given |= {"directory": str(folder / "kv"), "capacity": CAPACITY, "revision": "r", **(extra or {})}
     made = FileStorage(config(extra_config=given, **changes), {})
     pools = pools if isinstance(pools, dict) else {PoolName.KV: pools}
     made.register_mem_pool_host(pools[PoolName.KV])
@@ -178,14 +178,15 @@ def test_pages_survive_the_engine_and_belong_to_their_rank(tmp_path: Path) -> No
         made = storage(tmp_path, pool, tp_rank=rank, tp_size=2)
         assert load(made, pool, [1], [9]) == [True] and pool.bytes_of(9) == pool.bytes_of(rank)
         made.close()
-    others: list[dict[str, Any]] = [{"tp_size": 4}, {"pp_rank": 1, "pp_size": 2}, {"model_name": "b"}]
+    others: list[dict[str, Any]] = [{"tp_size": 4}, {"pp_rank": 1, "pp_size": 2}, {"extra": {"revision": "b"}}]
     for changes in [*others, {"attn_cp_rank": 1, "attn_cp_size": 2}, {"extra": {"shared": False}, "dp_rank": 1}]:
         made = storage(tmp_path, pool, **{"tp_size": 2, **changes})
         assert made.batch_exists(keys_of(1)) == 0, changes
         made.close()
-    made = storage(tmp_path, pool, tp_size=2, dp_rank=1)  # the same heads
-    assert made.batch_exists(keys_of(1)) == 1
-    made.close()
+    for same in ({"dp_rank": 1}, {"model_name": "another served name"}):
+        made = storage(tmp_path, pool, tp_size=2, **same)
+        assert made.batch_exists(keys_of(1)) == 1
+        made.close()
     made = storage(tmp_path, HostPool(KV, layout="page_first_direct"), tp_size=2)  # other bytes in a page
     assert made.batch_exists(keys_of(1)) == 0
     made.close()

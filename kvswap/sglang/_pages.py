@@ -9,14 +9,15 @@ copies together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap.files import FileTransfer, Layout
+from kvswap.files import FileTransfer
+from kvswap.identity import Identity
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +30,6 @@ _log = logger("kvswap.sglang")
 _LOG_SECONDS = 10.0
 _PAGE = 4096  # of the files
 _MARK = np.zeros(1, np.uint8)
-_SHAPE = ("layer_num", "start_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "page_size")
 
 
 class PageStore(Protocol):
@@ -53,10 +53,10 @@ class PageStore(Protocol):
 class Pages:
     """The pages of the host pool of that name.
 
-    pool: SGLang's. fields: what tells this rank's pages from others', for the store's Layout.
+    pool: SGLang's. identify: what its pages mean, by the bytes of the pieces of one.
     """
 
-    def __init__(self, name: str, pool: Any, fields: dict[str, Any]) -> None:
+    def __init__(self, name: str, pool: Any, identify: Callable[[list[int]], Identity]) -> None:
         import torch
 
         self.name, self.pool = name, pool
@@ -67,17 +67,8 @@ class Pages:
             raise ValueError(f"pages of host pool {name} cannot be stored as they are: {error}") from error
         self.page_nbytes = sum(self.sizes)
         self.in_place = len(self.sizes) <= 2 and len(set(self.sizes)) == 1
-        shape = {key: value for key in _SHAPE if isinstance(value := getattr(pool, key, None), int)}
-        self.layout = Layout(
-            self.sizes[0] if self.in_place else self.page_nbytes,
-            engine="sglang",
-            pool=name,
-            order=str(getattr(pool, "layout", None)),
-            dtype=str(getattr(pool, "dtype", None)),
-            pieces=self.sizes if len(set(self.sizes)) > 1 else [len(self.sizes), self.sizes[0]],
-            **shape,
-            **fields,
-        )
+        self.identity = identify(self.sizes)
+        self.layout = self.identity.layout(self.sizes[0] if self.in_place else self.page_nbytes)
         block = -(-self.layout.block_nbytes // _PAGE) * _PAGE + _PAGE
         on_disk = block * (len(self.sizes) if self.in_place else 1)
         self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has

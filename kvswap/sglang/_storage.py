@@ -1,9 +1,8 @@
 """SGLang's HiCacheStorage (sglang/srt/mem_cache/hicache_storage.py) over kvswap.files.
 
 SGLang calls it from two threads of each rank's scheduler process, one for loads (prefetch) and one for stores (backup);
-both may block. A rank's pages are in files of its own, by model, ranks and the shape of its host pool, so that nothing
-but the same kind of page is ever found. Pages that all tensor-parallel ranks have alike (MLA) are one store, which the
-rank writes that SGLang names; the others read it.
+both may block. Pages are found only where all agrees that gives their bytes a meaning (kvswap.identity). Pages that all
+tensor-parallel ranks have alike (MLA) are one store, which the rank writes that SGLang names; the others read it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvswap import _options
 from kvswap._log import logger
 from kvswap._shared_files import SharedFiles, shares
+from kvswap.identity import Identity, Said
+from kvswap.sglang._identity import identity_of, ranks_of
 from kvswap.sglang._pages import Pages, PageStore
 
 _log = logger("kvswap.sglang")
@@ -36,8 +38,10 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
 
     In --hicache-storage-backend-extra-config, beside SGLang's own keys ("interface_v1": 1 is needed):
 
-    directory: parent of the stores; each kind of pages (model, ranks, layout) has its own folder. A list: several
+    directory: parent of the stores; each identity of pages (kvswap.identity) has its own folder. A list: several
       disks, over which the pages are spread.
+    revision, weight_version, name, unversioned: what the pages are of, where SGLang cannot tell it or the weights are
+      replaced in place.
     capacity: limit of the bytes of a rank's files; beyond it the least recently used pages are evicted. The pools of a
       hybrid model share it as they share the host memory.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
@@ -51,7 +55,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         del kwargs
         self._config = storage_config
         extra = storage_config.extra_config
-        self._options = _options.read(extra, self._known, _EXTRA, theirs=_FOR_SGLANG)
+        self._options = _options.read(extra, (*self._known, *_options.IDENTITY), _EXTRA, theirs=_FOR_SGLANG)
+        self._said = Said.pop(self._options)
         _check(storage_config, extra or {})
         self._lock = threading.Lock()
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
@@ -85,8 +90,12 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         for name, host in self._hosts.items():
             self._check_draft(name, host)
         new = {
-            name: Pages(name, host, self._fields(name)) for name, host in self._hosts.items() if name not in self._pages
+            name: Pages(name, host, partial(self._identity, name, host))
+            for name, host in self._hosts.items()
+            if name not in self._pages
         }
+        for pages in [*new.values()][:1]:
+            pages.identity.warn(_log, _EXTRA)
         total = sum(pages.disk_nbytes for pages in (self._pages or new).values())  # what comes later is beyond it
         for name, pages in new.items():
             pages.store = self._open_store(name, pages, total)
@@ -130,17 +139,14 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
                 f"host pool {name}: SGLang would store its pages on one rank, and they differ between ranks"
             )
 
-    def _fields(self, name: str) -> dict[str, Any]:
-        """What tells the pages of this rank from those of others."""
-        config = self._config
-        fields = {
-            "model": config.model_name,
-            "pp": [config.pp_rank, config.pp_size],
-            "cp": [config.attn_cp_rank, config.attn_cp_size],
-        }
-        if not self._engines_share():  # else all that do attention for other requests share
-            fields["dp"] = config.dp_rank
-        return fields if self._replicated(name) else {**fields, "tp": [config.tp_rank, config.tp_size]}
+    def _identity(self, name: str, host: Any, sizes: list[int]) -> Identity:
+        """What this rank's pages of that pool mean."""
+        more = {"ranks": ranks_of(self._config, replicated=self._replicated(name))}
+        if (
+            not self._engines_share()
+        ):  # one process writes: a store for each rank that does attention for other requests
+            more["replica"] = self._config.dp_rank
+        return identity_of(self._config, name, host, sizes, self._said, **more)
 
     # -- pages of KV --------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class Engine:
             "interface_v1": 1,
             "directory": str(folder),
             "capacity": 64 << 20,
+            "revision": "that of this program",
             "prefetch_threshold": PAGE,
             **extra,
         }

@@ -83,6 +83,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from kvswap.identity import FIELDS
 
 RELEASE = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
+if RELEASE < (0, 29):  # which else has random seeds
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 TOKENS, HEADS, SIZE, LAYERS, BLOCKS = 16, 4, 32, 4, 16
 PLACED = any(name == "layers" for name in KVCacheTensor.__dataclass_fields__)
 if "module_path" not in Path(sys.modules[SecondaryTierFactory.__module__].__file__).read_text():
