@@ -132,7 +132,8 @@ struct kvs_shared_info {
 
 /* Pages 2MIB and 1GIB become TRANSPARENT; max_blocks must be 0. A segment whose owner died is replaced; creating one
  * also removes all such segments of this user. KVS_INVALID: the segment exists, does not exist, or has another
- * geometry, version or generation. KVS_UNSUPPORTED: it belongs to another user or pid namespace. */
+ * geometry, version or generation. KVS_UNSUPPORTED: it belongs to another user, or to a running process of another pid
+ * namespace. */
 KVS_API int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                             const struct kvs_shared_options *shared, struct kvs_host_pool **pool,
                             struct kvs_error *err);
@@ -150,9 +151,13 @@ KVS_API int kvs_shared_published(struct kvs_host_pool *pool, const struct kvs_id
 /* Wait until all blocks are published. KVS_TIMEOUT; KVS_CLOSED: the writer of one died. */
 KVS_API int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, int64_t timeout_ns,
                             struct kvs_error *err);
-/* Remove this user's segments whose owners died, and list their names, a line each, as far as there is room. Returns
- * their number. */
+/* Remove this user's segments whose owners died, and list their names, a line each. Returns their number. Stops where
+ * there is no room for another name; capacity 0: lists none. */
 KVS_API size_t kvs_shared_clean(char *names, size_t capacity);
+/* The same in another folder, as /proc/<pid>/root/dev/shm: the /dev/shm of a container. Follows no symbolic link other
+ * than /proc/<pid>/root. KVS_INVALID: the folder cannot be opened. */
+KVS_API int kvs_shared_clean_folder(const char *folder, char *names, size_t capacity, size_t *count,
+                                    struct kvs_error *err);
 
 #ifdef __cplusplus
 }

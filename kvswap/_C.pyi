@@ -1134,8 +1134,8 @@ class SharedPool(_AnyHostPool):
     Each block has a word that all processes see. One process writes a block, many read it: claim(), write,
     publish(); readers wait_ready(). Publish after the transfer that writes the block has ended.
 
-    ValueError: the pool exists (create=True), does not exist, or differs. kvswap.Error: it belongs to another user or
-    another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread may use it."""
+    ValueError: the pool exists (create=True), does not exist, or differs. kvswap.Error: it belongs to another user, or
+    to a running process of another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread may use it."""
     def __new__(
         cls,
         name: str,
@@ -1189,9 +1189,12 @@ class SharedPool(_AnyHostPool):
     def unlink(self) -> None:
         """Remove the name: no more processes can join, joined ones keep the memory. For the owner. Twice is no error."""
 
-def clean() -> list[str]:
+def clean(*, root: str | PathLike[str] | None = None) -> list[str]:
     """Remove shared pools of this user whose owners ended without closing them; returns their names. Creating a
-    shared pool does this too. Processes that have joined such a pool keep its memory."""
+    shared pool does this too. Processes that have joined such a pool keep its memory.
+
+    root: a folder instead of /dev/shm; '/proc/PID/root/dev/shm' is that of a container in which process PID runs. No
+    symbolic link in it is followed. ValueError: it cannot be opened."""
 
 def host_alloc(nbytes: int, *, device: DeviceLike | None = None) -> int:
     """Allocate pinned host memory; returns its address. Only host_free() frees it.

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import PATIENCE
 
-from kvswap import _C
+import kvswap
+from kvswap import _C, memory
+from kvswap.memory import SharedPool
 from kvswap.typing import HostMemory
 
 MIB = 1 << 20
@@ -337,3 +339,165 @@ def test_memory_high_of_a_real_group(group: Group) -> None:
         pytest.skip("control groups are of version 1 here, which has no memory.high")
     group.limit(300 * MIB, high=True)
     assert 200 < int(run_in(group, "print(left())")) <= 300
+
+
+# -- shared pools across pid namespaces --------------------------------------------------------------------------------
+
+SHM = Path("/dev/shm")
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+UNSHARE += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+OPEN = """
+try:
+    pool = SharedPool(name, 16, 65536, create={create}, device="host:0")
+except Exception as error:
+    say(type(error).__name__, error)
+    os._exit(0)
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    text = f"test-containers-{os.getpid()}"
+    yield text
+    for path in SHM.glob(f"kvswap.{text}*"):
+        path.unlink()
+
+
+@pytest.fixture
+def container(name: str) -> Iterator[Start]:
+    """Start code in a pid namespace of its own. It ends with its standard input."""
+    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("no pid namespaces here: unshare needs root, or user namespaces")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *options: str) -> subprocess.Popen[str]:
+        prelude = """
+            import os, signal, subprocess, sys, time
+            from kvswap import memory
+            from kvswap.memory import SharedPool
+            name = sys.argv[1]
+            def say(*words):
+                print(*words, flush=True)
+            def heard():
+                return sys.stdin.readline().strip()
+        """
+        code = textwrap.dedent(prelude) + textwrap.dedent(code)
+        command = [*UNSHARE, *options, sys.executable, "-c", code, name]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.communicate(timeout=PATIENCE)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("create", [True, None])
+def test_restarts_in_place(name: str, container: Start, create: bool | None) -> None:
+    """A container that is killed and started again keeps /dev/shm, and gets another pid namespace. Its processes have
+    the same pids as before."""
+    code = OPEN.format(create=create) + "say('owner', pool.owner, os.getpid())\nos._exit(0)"
+    others = []
+    for _ in range(5):
+        others.append(container("heard()"))  # so that numbers of namespaces go on
+        run = container(code)
+        assert line(run) == "owner True 1"
+        assert run.wait(PATIENCE) == 0 and (SHM / f"kvswap.{name}").exists()
+    assert name in memory.clean() and not (SHM / f"kvswap.{name}").exists()
+
+
+def test_two_live_owners(name: str, container: Start) -> None:
+    """Containers that share /dev/shm: the second is refused, and the first goes on."""
+    hold = OPEN + "pool.layer(0)[:] = 7\nsay('up')\nheard()\nsay((pool.layer(0) == 7).all(), os.path.exists(pool.path))"
+    first = container(hold.format(create=True))
+    assert line(first) == "up"
+    for create in (True, None, False):
+        second = container(OPEN.format(create=create))
+        assert "belongs to a running process of another pid namespace (number 1 there)" in line(second)
+        with pytest.raises(kvswap.Error, match="running process of another pid namespace"):
+            SharedPool(name, 16, 65536, create=create, device="host:0")
+        assert name not in memory.clean()
+    with SharedPool(f"{name}-other", 16, 65536, device="host:0"):  # creating cleans first
+        tell(first)
+        assert line(first) == "True True"
+
+
+def test_a_living_child_in_the_namespace_of_a_dead_owner(name: str, container: Start) -> None:
+    """The owner is not the first process of its namespace, which lives on with a child of the owner."""
+    code = f"""
+    middle = os.fork()
+    if middle == 0:
+        {textwrap.indent(OPEN.format(create=True), " " * 8).strip()}
+        if os.fork() == 0:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(middle, 0)
+    say("dead")
+    heard()
+    """
+    box = container(code)
+    assert line(box) == "dead"
+    second = container(OPEN.format(create=None) + "say(pool.owner)\nos._exit(0)")
+    assert line(second) == "True"
+
+
+def test_cleaning_another_containers_folder(name: str, container: Start) -> None:
+    """Its /dev/shm is a mount of its own, and reached through a process that runs in it."""
+    code = """
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
+    pool = SharedPool(name + "-live", 16, 65536, device="host:0")
+    if os.fork() == 0:
+        dead = [SharedPool(f"{name}-{i:070}", 1, 4096, device="host:0") for i in range(100)]
+        os._exit(0)
+    os.wait()
+    os.symlink(f"/dev/shm/kvswap.{name}-victim", f"/dev/shm/kvswap.{name}-link")
+    say("up")
+    heard()
+    say(*sorted(os.listdir("/dev/shm")))
+    """
+    box = container(code, "--mount")
+    assert line(box) == "up"
+    inside = int(Path(f"/proc/{box.pid}/task/{box.pid}/children").read_text().split()[0])
+    root = Path(f"/proc/{inside}/root/dev/shm")
+    with SharedPool(f"{name}-victim", 16, 65536, device="host:0"):
+        assert sorted(memory.clean(root=root)) == sorted(f"{name}-{i:070}" for i in range(100))
+        assert memory.clean(root=str(root)) == [] and (SHM / f"kvswap.{name}-victim").exists()
+    tell(box)
+    assert line(box) == f"kvswap.{name}-link kvswap.{name}-live"
+
+
+def test_folders_that_cannot_be_cleaned(name: str, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").write_text("")
+    with SharedPool(name, 4, 4096, device="host:0") as pool:
+        stale = bytearray(Path(pool.path).read_bytes())
+    (tmp_path / "real" / f"kvswap.{name}").write_bytes(stale)
+    (tmp_path / "real" / f"kvswap.{name}").chmod(0o600)
+    for folder, text in [
+        ("nothing", "No such file"),
+        ("link", "Symbolic links are not followed"),
+        ("link/.", "Symbolic links are not followed"),
+        ("file", "Not a directory"),
+        ("x" * 256, "too long"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            memory.clean(root=f"{tmp_path}/{folder}")
+    with pytest.raises(ValueError, match="No such file"):
+        memory.clean(root="")
+    with pytest.raises(TypeError):
+        memory.clean(root=3)  # type: ignore[arg-type]
+    (tmp_path / "real" / "kvswap.other").symlink_to(f"kvswap.{name}")
+    assert memory.clean(root=tmp_path / "real" / ".." / "real") == [name]
+    assert memory.clean(root=None) is not None and (tmp_path / "real" / "kvswap.other").is_symlink()

@@ -731,34 +731,59 @@ def test_clean(device: kvswap.Device, name: str, start: Start) -> None:
     assert not path_of(f"{name}-2").exists()
 
 
-def test_a_pid_that_was_used_again(device: kvswap.Device, name: str) -> None:
-    """The owner's pid lives, but it is another process."""
-    notices: list[str] = []
-    for _ in range(10):  # until no other process of the machine that creates a pool cleans it first
-        pool = SharedPool(name, 8, 4096, device=device)
-        rewrite(name, START_AT, struct.pack("<Q", 1))
-        with SharedPool(name, 8, 4096, device=device) as anew:
+def make_unlocked(pool: SharedPool, name: str, start: int, space: int | None = None) -> None:
+    """The file of an older kvswap, whose owner this process is; it holds no lock."""
+    header = bytearray(Path(pool.path).read_bytes())
+    header[VERSION_AT : VERSION_AT + 4] = struct.pack("<I", 1)
+    header[START_AT : START_AT + 8] = struct.pack("<Q", start)
+    if space is not None:
+        header[SPACE_AT : SPACE_AT + 8] = struct.pack("<Q", space)
+    path_of(name).write_bytes(header)
+    path_of(name).chmod(0o600)
+
+
+def test_an_owner_without_a_lock(device: kvswap.Device, name: str) -> None:
+    """Of older versions: the pid and the start time say whether it lives, where pids mean anything."""
+    with SharedPool(name, 8, 4096, device=device) as pool:
+        old, own_start = f"{name}-old", struct.unpack("<Q", path_of(name).read_bytes()[START_AT : START_AT + 8])[0]
+        make_unlocked(pool, old, own_start)
+        assert clean(name) == []
+        with pytest.raises(ValueError, match="exists already, and process"):
+            SharedPool(old, 8, 4096, device=device)
+        with pytest.raises(ValueError, match="another version of kvswap"):
+            SharedPool(old, 8, 4096, device=device, create=False)
+        make_unlocked(pool, old, 1, space=1)
+        assert clean(name) == []
+        for create in (True, False, None):
+            with pytest.raises(kvswap.Error, match="made by an older kvswap in another pid namespace"):
+                SharedPool(old, 8, 4096, device=device, create=create)
+        make_unlocked(pool, old, 1)  # the pid is another process's by now
+        with SharedPool(old, 8, 4096, device=device) as anew:
             assert anew.owner
-            notices += anew.notices
-        pool.close()
-        if notices:
-            break
-    assert "left behind" in notices[0]
+        assert path_of(name).exists()
 
 
-def test_somebody_who_is_removing_it_and_does_not_go_on(device: kvswap.Device, name: str) -> None:
-    """A process that was stopped in the middle of it, say: the wait for its lock ends."""
-    pool = SharedPool(name, 8, 4096, device=device)
-    with path_of(name).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # first: what looks left behind is removed by any process that creates a pool
+def test_a_live_owner_whatever_the_header_says(device: kvswap.Device, name: str) -> None:
+    with SharedPool(name, 8, 4096, device=device):
         rewrite(name, START_AT, struct.pack("<Q", 1))
+        assert clean(name) == []
+        with pytest.raises(ValueError, match="exists already"):
+            SharedPool(name, 8, 4096, device=device)
+
+
+def test_somebody_who_is_removing_it_and_does_not_go_on(device: kvswap.Device, name: str, start: Start) -> None:
+    """A process that was stopped in the middle of it, say: the wait for its lock ends."""
+    owner = start("pool = SharedPool(name, 8, 4096, device=device)\nsay('up')\nheard()")
+    owner.line()
+    with path_of(name).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # first: what is left behind is removed by any process that creates a pool
+        owner.kill()
         assert clean(name) == []
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="does not go on"):
             SharedPool(name, 8, 4096, device=device)
         assert time.monotonic() - begin < AT_ONCE
     SharedPool(name, 8, 4096, device=device).close()
-    pool.close()
 
 
 def test_a_process_that_ends_without_closing(device_name: str, name: str, start: Start) -> None:
@@ -827,6 +852,96 @@ def test_a_forked_child_has_pools_of_its_own(name: str, start: Start) -> None:
     )
     assert [process.line() for _ in range(10)] == 10 * ["0"]
     process.end()
+
+
+LIVING = {  # children that outlive their owner; each prints its pid
+    "forked": "child = os.fork()\nif child == 0:\n    time.sleep(600)\n    os._exit(0)\nsay(child)",
+    "forked and executed": (
+        "child = os.fork()\nif child == 0:\n    os.execlp('sleep', 'sleep', '600')\n    os._exit(0)\nsay(child)"
+    ),
+    "executed by vfork": "import subprocess\nsay(subprocess.Popen(['sleep', '600'], close_fds=False).pid)",
+    "forked without handlers": (
+        "import ctypes\nchild = ctypes.CDLL(None).syscall(57)\nif child == 0:\n    time.sleep(600)\nsay(child)"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LIVING)
+def test_a_living_child_of_a_dead_owner(device: kvswap.Device, name: str, start: Start, how: str) -> None:
+    if how == "forked without handlers" and os.uname().machine != "x86_64":
+        pytest.skip("the number of the system call is that of x86_64")
+    owner = start(f"pool = SharedPool(name, 8, 4096, device=device)\n{LIVING[how]}\nheard()")
+    child = int(owner.line())
+    try:
+        joined = SharedPool(name, 8, 4096, device=device, create=False)
+        assert joined.owner_alive and clean(name) == []
+        owner.popen.send_signal(signal.SIGKILL)
+        owner.popen.wait(PATIENCE)
+        assert not joined.owner_alive and os.kill(child, 0) is None
+        with SharedPool(name, 8, 4096, device=device) as anew:
+            assert anew.owner and anew.generation != joined.generation
+        joined.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        owner.kill()
+
+
+def test_an_owner_that_becomes_another_program(device: kvswap.Device, name: str, start: Start) -> None:
+    """exec(): the pid and the start time stay, and the pool goes."""
+    owner = start("pool = SharedPool(name, 8, 4096, device=device)\nsay('up')\nheard()\nos.execlp('cat', 'cat')")
+    owner.line()
+    joined = SharedPool(name, 8, 4096, device=device, create=False)
+    assert joined.owner_alive
+    owner.tell()
+    assert comes_down(lambda: int(Path(f"/proc/{owner.popen.pid}/comm").read_text() != "cat\n"), 0)
+    assert not joined.owner_alive
+    SharedPool(name, 8, 4096, device=device).close()
+    joined.close()
+
+
+def test_an_owner_that_closes_all_descriptors(device: kvswap.Device, name: str, start: Start) -> None:
+    owner = start("pool = SharedPool(name, 8, 4096, device=device)\nos.closerange(3, 4096)\nsay('up')\nheard()")
+    assert owner.line() == "up"
+    assert clean(name) == []
+    with pytest.raises(ValueError, match="exists already"):
+        SharedPool(name, 8, 4096, device=device)
+    owner.tell()
+    owner.end()
+
+
+def test_forks_while_pools_are_made(device_name: str, name: str, start: Start) -> None:
+    """No child has the lock of a pool that a thread of its parent is just making."""
+    process = start(
+        """
+        import threading
+        made, done = [], False
+        def make():
+            for i in range(200):
+                made.append(SharedPool(f"{name}-{i}", 1, 4096, device=device, register=False))
+        thread = threading.Thread(target=make)
+        thread.start()
+        children = []
+        while thread.is_alive() and len(children) < 100:
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+            children.append(child)
+            time.sleep(0.001)
+        thread.join()
+        say(len(children), *children)
+        heard()
+        """
+    )
+    children = [int(word) for word in process.line().split()][1:]
+    try:
+        process.popen.send_signal(signal.SIGKILL)
+        process.popen.wait(PATIENCE)
+        clean(name)
+        assert list(FOLDER.glob(f"kvswap.{name}-*")) == []
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        process.kill()
 
 
 @pytest.mark.slow

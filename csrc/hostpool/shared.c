@@ -101,7 +101,7 @@ int kvs_shared_get_info(struct kvs_host_pool *pool, struct kvs_shared_info *info
   *info = (struct kvs_shared_info){.generation = segment->generation,
                                    .owner_pid = segment->owner_pid,
                                    .owner = segment->owner,
-                                   .owner_alive = kvs_process_alive(segment->owner_pid, segment->owner_start)};
+                                   .owner_alive = kvs_shared_file_owner_alive(segment)};
   snprintf(info->path, sizeof info->path, "%s", segment->path);
   leave(pool);
   return KVS_OK;

@@ -1,14 +1,19 @@
 /* Segments: files in /dev/shm through which processes share memory.
  *
  * A segment is created without a name, filled, and then linked to its name; linking fails if the name exists. So a
- * segment exists with a complete header or not at all, and of several creators one wins. The header never changes. It
- * names the owner by pid and start time; a segment whose owner has died is stale. Another process may replace a stale
- * segment at any time, so a process that removes one locks the file and then checks that the name still refers to
- * it. */
+ * segment exists with a complete header or not at all, and of several creators one wins. The header never changes.
+ *
+ * The owner holds a lock on the file (fcntl, of an open file description) until it ends; a segment that is not locked
+ * is stale. Pids do not tell: a container that is started again has a pid namespace of its own, and finds the segments
+ * of the one before. The only reference to the locked description is a mapping that children of fork() do not get and
+ * that exec() removes, so that the lock ends with the owner, and not with its children; nor does a program that closes
+ * all its descriptors lose it. Another process may replace a stale segment at any time, so a process that removes one
+ * locks the file (flock, which is independent of the owner's lock) and then checks that the name still refers to it. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,11 +31,19 @@
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."
 
-enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, LOCK_TRIES = 80, PAUSE_NS = 10 * 1000 * 1000 };
+enum {
+  VERSION = 2,
+  UNLOCKED_VERSION = 1,
+  NAME_NBYTES = 100,
+  TRIES = 1000,
+  LOCK_TRIES = 80,
+  PAUSE_NS = 10 * 1000 * 1000
+};
 static const char MAGIC[8] = {'K', 'V', 'S', 'W', 'S', 'H', 'M', '\n'};
 
 struct header {
-  /* The same in every version, so that each version can remove stale segments of all others. */
+  /* The same in every version, so that each version can remove stale segments of all others. In version 1 the owner has
+   * no lock, and its pid and start time say whether it lives; later they are for messages. */
   char magic[8];
   uint32_t version, header_nbytes;
   int64_t owner_pid;
@@ -49,15 +62,26 @@ static uint64_t pid_space(void) {
   return stat("/proc/self/ns/pid", &stat_of) == 0 ? stat_of.st_ino : 0;
 }
 
-static bool stale(const struct header *header) {
-  return header->pid_space == pid_space() && !kvs_process_alive(header->owner_pid, header->owner_start);
+static const struct flock OWNERS_LOCK = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+
+/* Whether a process holds the owner's lock. Takes no lock, so that no two askers see each other. */
+static bool is_owned(int fd) {
+  struct flock lock = OWNERS_LOCK;
+  return fcntl(fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+static bool stale(int fd, const struct header *header) {
+  if (is_owned(fd)) return false;
+  return header->version != UNLOCKED_VERSION ||
+         (header->pid_space == pid_space() && !kvs_process_alive(header->owner_pid, header->owner_start));
 }
 
 /* -- existing segments ----------------------------------------------------------------------------------------- */
 
-/* Open the file and read its header. KVS_RANGE: not found. */
-static int look(const char *path, int *fd, struct stat *stat_of, struct header *header, struct kvs_error *err) {
-  *fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+/* Open the file and read its header. folder: AT_FDCWD, or where the path begins. KVS_RANGE: not found. */
+static int look(int folder, const char *path, int *fd, struct stat *stat_of, struct header *header,
+                struct kvs_error *err) {
+  *fd = openat(folder, path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
   if (*fd < 0 && errno == ENOENT) return kvs_fail(err, KVS_RANGE, "there is no shared pool at %s", path);
   if (*fd < 0 && (errno == EACCES || errno == EPERM))
     return kvs_fail(err, KVS_UNSUPPORTED, "%s belongs to another user, who alone may use it (%s)", path,
@@ -80,9 +104,10 @@ static int look(const char *path, int *fd, struct stat *stat_of, struct header *
 }
 
 /* Whether the name still refers to that file. While the file is locked, no other process removes it. */
-static bool still_there(const char *path, const struct stat *file) {
+static bool still_there(int folder, const char *path, const struct stat *file) {
   struct stat named;
-  return stat(path, &named) == 0 && named.st_ino == file->st_ino && named.st_dev == file->st_dev;
+  return fstatat(folder, path, &named, AT_SYMLINK_NOFOLLOW) == 0 && named.st_ino == file->st_ino &&
+         named.st_dev == file->st_dev;
 }
 
 static bool lock_file(int fd, int tries) {
@@ -95,60 +120,139 @@ static bool lock_file(int fd, int tries) {
 
 /* Unlink a name and close the file. KVS_NOT_READY: the name refers to another file. KVS_TIMEOUT: another process holds
  * the lock. */
-static int remove_name(const char *path, int fd, const struct stat *file, int tries, struct kvs_error *err) {
+static int remove_name(int folder, const char *path, int fd, const struct stat *file, int tries,
+                       struct kvs_error *err) {
   int status = KVS_NOT_READY;
   if (!lock_file(fd, tries))
     status = kvs_fail(err, KVS_TIMEOUT,
                       "%s was left behind by a process that died, and another one that is about to remove it does not "
                       "go on: end that (fuser names it), or take another name",
                       path);
-  else if (still_there(path, file) && unlink(path) == 0)
+  else if (still_there(folder, path, file) && unlinkat(folder, path, 0) == 0)
     status = KVS_OK;
   close(fd);
   return status;
 }
 
-size_t kvs_shared_clean(char *names, size_t capacity) {
-  char path[sizeof((struct kvs_shared_file *)0)->path];
-  size_t count = 0, used = 0;
+/* -- cleaning -------------------------------------------------------------------------------------------------- */
+
+/* The length of /proc/<process>/root at the start of a path; 0: the path begins otherwise. */
+static size_t other_root(const char *path) {
+  int length = 0;
+  (void)sscanf(path, "/proc/%*[a-z0-9-]/root%n", &length);
+  return path[length] == '/' || path[length] == '\0' ? (size_t)length : 0;
+}
+
+/* Open a folder one component after the other: another container's links would lead elsewhere here. The only link that
+ * is followed is /proc/<process>/root, which leads to the files that the process sees. -1: errno. */
+static int open_folder(const char *path) {
+  char part[NAME_MAX + 2]; /* so that a name that is too long stays so */
+  size_t length = other_root(path);
+  snprintf(part, sizeof part, "%.*s", length ? (int)length : 1, length || path[0] == '/' ? path : ".");
+  int folder = path[0] ? open(part, O_PATH | O_DIRECTORY | O_CLOEXEC) : (errno = ENOENT, -1);
+  for (bool last = false; folder >= 0 && !last;) {
+    path += length;
+    path += strspn(path, "/");
+    length = strcspn(path, "/");
+    last = length == 0;
+    snprintf(part, sizeof part, "%.*s", last ? 1 : (int)length, last ? "." : path);
+    int next = openat(folder, part, (last ? O_RDONLY : O_PATH) | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    int code = errno;
+    close(folder);
+    errno = code;
+    folder = next;
+  }
+  return folder;
+}
+
+/* Remove a segment if it is stale. */
+static bool clean_one(int folder, const char *name) {
+  struct header header;
+  struct stat stat_of;
   struct kvs_error ignored;
-  DIR *folder = opendir(FOLDER);
+  int fd;
+  if (look(folder, name, &fd, &stat_of, &header, &ignored)) return false;
+  if (stale(fd, &header)) return remove_name(folder, name, fd, &stat_of, 1, &ignored) == KVS_OK;
+  close(fd);
+  return false;
+}
+
+/* Closes the folder. */
+static size_t clean_folder(int fd, char *names, size_t capacity) {
+  DIR *folder = fdopendir(fd);
+  size_t count = 0, used = 0;
+  if (!folder) close(fd);
   if (capacity) names[0] = '\0';
   for (struct dirent *entry; folder && (entry = readdir(folder)) != NULL;) {
-    struct header header;
-    struct stat stat_of;
-    int fd;
     size_t n = strlen(entry->d_name);
     if (strncmp(entry->d_name, PREFIX, strlen(PREFIX)) != 0 || n > strlen(PREFIX) + NAME_NBYTES) continue;
-    snprintf(path, sizeof path, "%s/%.110s", FOLDER, entry->d_name);
-    if (look(path, &fd, &stat_of, &header, &ignored)) continue;
-    if (!stale(&header)) {
-      close(fd);
-      continue;
-    }
-    if (remove_name(path, fd, &stat_of, 1, &ignored)) continue; /* another process is removing it */
+    if (capacity && used + n + 2 > capacity) break;
+    if (!clean_one(fd, entry->d_name)) continue;
     count++;
-    if (used + n + 2 <= capacity)
-      used += (size_t)snprintf(names + used, capacity - used, "%s\n", entry->d_name + strlen(PREFIX));
+    if (capacity) used += (size_t)snprintf(names + used, capacity - used, "%s\n", entry->d_name + strlen(PREFIX));
   }
   if (folder) closedir(folder);
   return count;
 }
 
-/* -- segments unlinked at exit --------------------------------------------------------------------------------- */
+size_t kvs_shared_clean(char *names, size_t capacity) {
+  int folder = open(FOLDER, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (capacity) names[0] = '\0';
+  return folder < 0 ? 0 : clean_folder(folder, names, capacity);
+}
 
+int kvs_shared_clean_folder(const char *path, char *names, size_t capacity, size_t *count, struct kvs_error *err) {
+  int folder = open_folder(path);
+  if (folder < 0)
+    return kvs_fail(err, KVS_INVALID,
+                    "root is '%.400s', which is no folder that can be opened: %s. Symbolic links are "
+                    "not followed, other than /proc/<process>/root",
+                    path, strerror(errno));
+  *count = clean_folder(folder, names, capacity);
+  return KVS_OK;
+}
+
+/* -- owning ---------------------------------------------------------------------------------------------------- */
+
+/* fork() takes the lock: else a child could be made with a descriptor of own(). */
 static pthread_mutex_t owned_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct kvs_shared_file *owned; /* guarded by owned_lock */
+static struct kvs_shared_file *owned; /* guarded by owned_lock: segments that are unlinked at exit */
 
 static void forked(void) { owned = NULL; }
 
-static void own(struct kvs_shared_file *segment) {
-  static struct kvs_fork_guard guard = {.lock = &owned_lock, .in_child = forked};
+/* Lock the file, whose only reference to the locked description is then a mapping of one page. 0 or an errno. */
+static int lock_as_owner_locked(struct kvs_shared_file *segment, const char *path) {
+  uint64_t nbytes = kvs_page_nbytes(KVS_PAGES_DEFAULT);
+  struct flock lock = OWNERS_LOCK;
+  int code = 0, fd = open(path, O_RDWR | O_CLOEXEC); /* another description than that of the memory */
+  if (fd < 0) return errno;
+  void *page = fcntl(fd, F_OFD_SETLK, &lock) == 0 ? mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
+  if (page == MAP_FAILED) {
+    code = errno;
+  } else if (madvise(page, nbytes, MADV_DONTFORK) != 0) {
+    code = errno;
+    munmap(page, nbytes);
+  } else {
+    segment->owners_page = (uint64_t)(uintptr_t)page;
+  }
+  close(fd);
+  return code;
+}
+
+static int own(struct kvs_shared_file *segment, const char *path, struct kvs_error *err) {
+  static struct kvs_fork_guard guard = {.lock = &owned_lock, .hold = true, .in_child = forked};
   kvs_fork_watch(&guard);
   pthread_mutex_lock(&owned_lock);
-  segment->next = owned;
-  owned = segment;
+  int code = lock_as_owner_locked(segment, path);
+  if (!code) {
+    segment->owner = true;
+    segment->next = owned;
+    owned = segment;
+  }
   pthread_mutex_unlock(&owned_lock);
+  return code ? kvs_fail(err, KVS_UNSUPPORTED, "%s cannot be made: its file cannot be locked: %s", segment->path,
+                         strerror(code))
+              : KVS_OK;
 }
 
 static void disown(struct kvs_shared_file *segment) {
@@ -156,6 +260,7 @@ static void disown(struct kvs_shared_file *segment) {
   for (struct kvs_shared_file **at = &owned; *at; at = &(*at)->next)
     if (*at == segment) {
       *at = segment->next;
+      kvs_pages_unmap(segment->owners_page, kvs_page_nbytes(KVS_PAGES_DEFAULT)); /* the lock ends */
       break;
     }
   pthread_mutex_unlock(&owned_lock);
@@ -166,7 +271,7 @@ void kvs_shared_file_unlink(struct kvs_shared_file *segment) {
   struct kvs_error ignored;
   if (!segment->owner || segment->owner_pid != getpid()) return;
   int fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (fd >= 0) (void)remove_name(segment->path, fd, &file, LOCK_TRIES, &ignored);
+  if (fd >= 0) (void)remove_name(AT_FDCWD, segment->path, fd, &file, LOCK_TRIES, &ignored);
 }
 
 /* Unlink the segments of pools that were never closed. */
@@ -175,9 +280,19 @@ __attribute__((destructor)) static void unlink_owned(void) {
 }
 
 void kvs_shared_file_close(struct kvs_shared_file *segment) {
-  disown(segment);
   kvs_shared_file_unlink(segment);
+  disown(segment);
   free(segment);
+}
+
+bool kvs_shared_file_owner_alive(const struct kvs_shared_file *segment) {
+  struct stat file;
+  int fd = segment->owner ? -1 : open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (segment->owner) return true;
+  bool named = fd >= 0 && fstat(fd, &file) == 0 && file.st_ino == segment->inode && file.st_dev == segment->device;
+  bool alive = named ? is_owned(fd) : kvs_process_alive(segment->owner_pid, segment->owner_start);
+  if (fd >= 0) close(fd);
+  return alive;
 }
 
 /* -- creating and joining -------------------------------------------------------------------------------------- */
@@ -273,18 +388,22 @@ static int create(const struct kvs_host_pool *pool, struct kvs_shared_file *segm
   if (status) return status;
   status = map_file(segment, fd, &header, err);
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  if (!status &&
-      (fstat(fd, &stat_of) != 0 || linkat(AT_FDCWD, link, AT_FDCWD, segment->path, AT_SYMLINK_FOLLOW) != 0)) {
-    status = errno == EEXIST ? KVS_NOT_READY
-                             : kvs_fail(err, KVS_UNSUPPORTED, "%s cannot be made: %s", segment->path, strerror(errno));
-    kvs_pages_unmap(segment->map_base, segment->map_nbytes);
+  if (!status) {
+    status = own(segment, link, err);
+    if (!status &&
+        (fstat(fd, &stat_of) != 0 || linkat(AT_FDCWD, link, AT_FDCWD, segment->path, AT_SYMLINK_FOLLOW) != 0)) {
+      status = errno == EEXIST
+                   ? KVS_NOT_READY
+                   : kvs_fail(err, KVS_UNSUPPORTED, "%s cannot be made: %s", segment->path, strerror(errno));
+      disown(segment);
+    }
+    if (status) kvs_pages_unmap(segment->map_base, segment->map_nbytes);
   }
   close(fd);
+  segment->owner = !status;
   if (status) return status;
   segment->device = stat_of.st_dev;
   segment->inode = stat_of.st_ino;
-  segment->owner = true;
-  own(segment);
   return KVS_OK;
 }
 
@@ -314,33 +433,47 @@ static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_
   return KVS_OK;
 }
 
+/* Whether a segment whose owner may live can be joined. */
+static int check_owner(const struct kvs_shared_options *shared, const char *path, const struct header *header,
+                       struct kvs_error *err) {
+  bool other_space = header->pid_space != pid_space();
+  if (other_space && header->version == UNLOCKED_VERSION)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "%s was made by an older kvswap in another pid namespace (process %" PRId64 " there), so that its "
+                    "owner may live: take another name, or remove it if no process needs it",
+                    path, header->owner_pid);
+  if (other_space)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "%s belongs to a running process of another pid namespace (number %" PRId64 " there), and "
+                    "processes that share a pool must see each other: run both in one namespace (docker run --pid, "
+                    "shareProcessNamespace in Kubernetes), or take another name",
+                    path, header->owner_pid);
+  if (shared->mode == KVS_SHARED_CREATE)
+    return kvs_fail(err, KVS_INVALID,
+                    "%s exists already, and process %" PRId64 ", which owns it, is alive: join it "
+                    "(create=False), or take another name",
+                    path, header->owner_pid);
+  return KVS_OK;
+}
+
 /* KVS_RANGE: not found. KVS_NOT_READY: a stale segment was removed, try again. */
 static int join(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
                 struct kvs_shared_file *segment, bool *replaced, struct kvs_error *err) {
   struct header header;
   struct stat stat_of;
-  int fd, status = look(segment->path, &fd, &stat_of, &header, err);
+  int fd, status = look(AT_FDCWD, segment->path, &fd, &stat_of, &header, err);
   if (status) return status;
-  if (header.pid_space != pid_space()) {
-    status = kvs_fail(
-        err, KVS_UNSUPPORTED,
-        "%s was made in another pid namespace, from which nobody can tell whether its owner lives: run "
-        "both in one (docker run --pid, shareProcessNamespace in Kubernetes), take another name, or remove it if "
-        "nobody needs it",
-        segment->path);
-  } else if (stale(&header) && shared->mode == KVS_SHARED_JOIN) {
-    status = kvs_fail(err, KVS_INVALID, "%s is what process %" PRId64 " left behind when it died: create it anew",
-                      segment->path, header.owner_pid);
-  } else if (stale(&header)) {
-    status = remove_name(segment->path, fd, &stat_of, LOCK_TRIES, err);
+  bool left_behind = stale(fd, &header);
+  if (left_behind && shared->mode != KVS_SHARED_JOIN) {
+    status = remove_name(AT_FDCWD, segment->path, fd, &stat_of, LOCK_TRIES, err);
     *replaced = !status || *replaced;
     return status == KVS_TIMEOUT ? status : KVS_NOT_READY;
-  } else if (shared->mode == KVS_SHARED_CREATE) {
-    status = kvs_fail(err, KVS_INVALID,
-                      "%s exists already, and process %" PRId64 ", which owns it, is alive: join it "
-                      "(create=False), or take another name",
-                      segment->path, header.owner_pid);
   }
+  if (left_behind)
+    status = kvs_fail(err, KVS_INVALID, "%s is what process %" PRId64 " left behind when it died: create it anew",
+                      segment->path, header.owner_pid);
+  else
+    status = check_owner(shared, segment->path, &header, err);
   if (!status) status = check_same(pool, shared, segment->path, &header, &stat_of, err);
   if (!status) status = map_file(segment, fd, &header, err);
   close(fd);

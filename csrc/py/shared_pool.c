@@ -178,24 +178,53 @@ static PyObject *shared_pool_repr(PyObject *self) {
 
 /* -- module functions ---------------------------------------------------------------------------------------------- */
 
-static PyObject *shared_clean(PyObject *module, PyObject *unused) {
-  char text[8192];
-  (void)module, (void)unused;
-  KVS_PY_NO_GIL(kvs_shared_clean(text, sizeof text));
-  PyObject *whole = PyUnicode_FromString(text);
+/* Append what one call has removed to the list. -1: raised. */
+static int add_names(PyObject *list, const char *text) {
+  PyObject *whole = PyUnicode_DecodeFSDefault(text);
   PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
+  Py_ssize_t at = PyList_GET_SIZE(list);
+  int rc = lines == NULL ? -1 : PyList_SetSlice(list, at, at, lines);
   Py_XDECREF(whole);
-  return lines;
+  Py_XDECREF(lines);
+  return rc;
+}
+
+static PyObject *shared_clean(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"root"};
+  static const struct kvs_py_args spec = {"clean", names, 0, 0, 1};
+  struct kvs_error err = {0};
+  PyObject *value, *path = NULL;
+  char text[8192];
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_given(value) && !PyUnicode_FSConverter(value, &path)) return NULL;
+  PyObject *list = PyList_New(0);
+  int rc = KVS_OK;
+  for (size_t count = 1; list != NULL && rc == KVS_OK && count != 0;) {
+    Py_BEGIN_ALLOW_THREADS
+    if (path == NULL)
+      count = kvs_shared_clean(text, sizeof text);
+    else
+      rc = kvs_shared_clean_folder(PyBytes_AS_STRING(path), text, sizeof text, &count, &err);
+    Py_END_ALLOW_THREADS
+    if (rc == KVS_OK && add_names(list, text) < 0) Py_CLEAR(list);
+  }
+  Py_XDECREF(path);
+  if (rc == KVS_OK) return list;
+  Py_XDECREF(list);
+  return kvs_py_raise(PyModule_GetState(module), &err);
 }
 
 PyDoc_STRVAR(
     clean_doc,
-    "clean($module, /)\n--\n\n"
+    "clean($module, /, *, root=None)\n--\n\n"
     "Remove shared pools of this user whose owners ended without closing them; returns their names. Creating a\n"
-    "shared pool does this too. Processes that have joined such a pool keep its memory.");
+    "shared pool does this too. Processes that have joined such a pool keep its memory.\n\n"
+    "root: a folder instead of /dev/shm; '/proc/PID/root/dev/shm' is that of a container in which process PID runs. "
+    "No\n"
+    "symbolic link in it is followed. ValueError: it cannot be opened.");
 
 PyMethodDef kvs_py_shared_methods[] = {
-    {"clean", shared_clean, METH_NOARGS, clean_doc},
+    {"clean", KVS_PY_FASTCALL(shared_clean), METH_FASTCALL | METH_KEYWORDS, clean_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -218,9 +247,10 @@ PyDoc_STRVAR(
     "start.\n\n"
     "Each block has a word that all processes see. One process writes a block, many read it: claim(), write,\n"
     "publish(); readers wait_ready(). Publish after the transfer that writes the block has ended.\n\n"
-    "ValueError: the pool exists (create=True), does not exist, or differs. kvswap.Error: it belongs to another user "
+    "ValueError: the pool exists (create=True), does not exist, or differs. kvswap.Error: it belongs to another user, "
     "or\n"
-    "another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread may use it.");
+    "to a running process of another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread "
+    "may use it.");
 PyDoc_STRVAR(claim_doc,
              "claim($self, blocks, /)\n--\n\n"
              "Claim empty blocks, and blocks of a dead writer, for writing by this process. blocks: ids. Returns a\n"
