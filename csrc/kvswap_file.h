@@ -5,7 +5,8 @@
  * index in memory from the headers.
  *
  * Threads and errors as in kvswap.h. The store's own threads do the work. Calls on one key take effect in the order in
- * which they were submitted. Across keys there is no order, but loads go before stores. */
+ * which they were submitted. Across keys there is no order, but loads go before stores and deletes, until the oldest of
+ * these has waited 100 ms and for 64 MiB of loads. */
 #ifndef KVSWAP_FILE_H
 #define KVSWAP_FILE_H
 
@@ -48,7 +49,7 @@ struct kvs_file_settings {
   enum kvs_file_gds_mode
       gds;        /* for blocks in pools; without GDS they are staged in host memory: kvs_file_info.gds_note */
   unsigned depth; /* reads and writes in flight; 0: chosen by the store */
-  unsigned queue; /* unfinished loads, and unfinished stores, before KVS_QUEUE_FULL; 0: 128 */
+  unsigned queue; /* unfinished loads, stores and deletes, each, before KVS_QUEUE_FULL; 0: 128 */
   bool buffered;  /* use the page cache even if O_DIRECT works */
   bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
   /* Several processes of a machine store and load in this directory, each with its own capacity; all find the blocks of
@@ -183,7 +184,7 @@ struct kvs_file_stats {
   uint64_t found, cut; /* at open: blocks; torn blocks and damaged headers, erased unless readonly */
   uint64_t foreign;    /* segment files that cannot be read; they are left alone */
   uint64_t lost_slots; /* slots that could not be erased, or read: unused until the next open */
-  uint64_t unfinished_loads, unfinished_stores; /* transfers, now */
+  uint64_t unfinished_loads, unfinished_stores; /* transfers, now; deletes count as stores */
   uint64_t refused_full;
   uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */
   uint64_t gds_by_host;                         /* blocks that libcufile refused: copied through host memory */

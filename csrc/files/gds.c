@@ -178,7 +178,7 @@ static void destroy(struct kvs_gds *gds) {
 static struct kvs_gds *new_gds(struct kvs_file_store *store, const struct kvs_cufile *cu, struct kvs_error *err) {
   struct kvs_gds *gds = calloc(1, sizeof *gds);
   struct kvs_file_gds_handle *files = calloc(store->segments_capacity, sizeof *files);
-  if (!gds || !files || kvs_file_queue_init(&gds->queue, err)) {
+  if (!gds || !files || kvs_file_queue_init(&gds->queue, &store->popped, err)) {
     free(gds);
     free(files);
     kvs_fail(err, KVS_NOMEM, "no memory for GPUDirect Storage");

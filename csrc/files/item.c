@@ -51,6 +51,7 @@ static void grant_locked(struct kvs_file_item *item) {
     item->entry->readers++;
   else
     item->entry->writer = true;
+  if (!reads(item)) kvs_file_request_wait(&item->request, &store->queue.turns);
   store->granted++;
   append(&store->ready, item);
 }
@@ -327,6 +328,7 @@ enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
 
 static void requeue_locked(struct kvs_file_item *item, enum kvs_file_phase phase) {
   item->phase = phase;
+  item->request.rank = KVS_FILE_FIRST;
   kvs_file_item_queue(item);
 }
 

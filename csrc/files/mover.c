@@ -4,7 +4,8 @@
  * A staging slot is a header page and a block, as on disk. One thread waits for gates (a transfer's start
  * dependencies), assigns staging slots to items that hold their key, submits batched copies with kvs_move_blocks() on
  * the store's own streams, and polls for their completion. An item with a staging slot never waits for a key or for a
- * slot on disk, so every staging slot becomes free again. The last one is reserved for loads, which go first.
+ * slot on disk, so every staging slot becomes free again. The last one is reserved for loads, which go first, except
+ * before stores that are due (files/engine.h).
  *
  * Locks: store->lock is never taken under mover->lock. Under mover->lock the device is only polled. */
 #include <inttypes.h>
@@ -49,6 +50,7 @@ struct kvs_file_mover {
   uint32_t nfree;
   struct kvs_file_transfer *first[2], *last[2]; /* transfers with items in `waiting`; [1]: loads, [0]: others */
   struct kvs_file_items arrived;                /* items read and verified */
+  struct kvs_file_turns turns;                  /* of loads and stores that wait for staging */
 
   struct mover_copy *copies[2], *last_copy[2]; /* used by the thread only */
 };
@@ -229,10 +231,14 @@ static bool gate_open(struct kvs_file_transfer *transfer, int *status, int *code
   return true;
 }
 
+/* Whose items are given staging: in this order. */
+enum { DUE, LOADS, STORES, KINDS };
+
 /* Take up to `most` items of the first transfer of that kind with an open gate. Transfers with no waiting items leave
  * the list. */
-static size_t take_waiting(struct kvs_file_mover *mover, bool load, size_t most, struct kvs_file_item **items,
+static size_t take_waiting(struct kvs_file_mover *mover, int whose, size_t most, struct kvs_file_item **items,
                            int *status, int *code) {
+  const bool load = whose == LOADS;
   size_t count = 0;
   pthread_mutex_lock(&mover->lock);
   struct kvs_file_transfer **at = &mover->first[load], *before = NULL;
@@ -241,7 +247,10 @@ static size_t take_waiting(struct kvs_file_mover *mover, bool load, size_t most,
     at = &(*at)->next_waiting;
   }
   struct kvs_file_transfer *transfer = *at;
-  if (transfer && (*status || !transfer->pools)) most = BATCH; /* these items need no staging */
+  if (transfer && (*status || !transfer->pools))
+    most = BATCH; /* these items need no staging */
+  else if (transfer && most && whose == DUE)
+    most = mover->first[1] && kvs_file_request_is_due(&transfer->waiting.first->request, &mover->turns);
   while (transfer && count < most && transfer->waiting.first) items[count++] = take_first(&transfer->waiting);
   if (transfer && !transfer->waiting.first) {
     *at = transfer->next_waiting;
@@ -301,14 +310,16 @@ static size_t drop_ended(struct kvs_file_mover *mover, struct kvs_file_item **it
 }
 
 /* Give waiting items staging slots. Loads go to the file queue, stores to the copy engine. */
-static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
+static bool serve_waiting(struct kvs_file_mover *mover, int whose) {
   struct kvs_file_item *items[BATCH];
   int status = KVS_OK, code = 0;
   pthread_mutex_lock(&mover->lock);
-  size_t most = mover->nfree > !load ? mover->nfree - !load : 0, batch = (mover->nslots + 3) / 4;
+  const size_t nfree = mover->nfree, batch = whose == DUE ? 1 : (mover->nslots + 3) / 4;
   pthread_mutex_unlock(&mover->lock);
-  if (batch > BATCH) batch = BATCH;
-  size_t count = take_waiting(mover, load, most < batch ? most : batch, items, &status, &code);
+  const bool load = whose == LOADS;
+  size_t most = whose == STORES && nfree ? nfree - 1 : nfree;
+  if (most > batch) most = batch;
+  size_t count = take_waiting(mover, whose, most < BATCH ? most : BATCH, items, &status, &code);
   if (count == 0) return false;
   bool staged = items[0]->transfer->pools != NULL;
   count = drop_ended(mover, items, count, status, code);
@@ -335,8 +346,7 @@ static void *serve(void *arg) {
   for (bool closed = false; !closed;) {
     bool any = collect_copies(mover);
     any |= copy_arrived(mover);
-    any |= serve_waiting(mover, true);
-    any |= serve_waiting(mover, false);
+    for (int whose = 0; whose < KINDS; whose++) any |= serve_waiting(mover, whose);
     if (!any) wait_for_change(mover);
     pthread_mutex_lock(&mover->lock);
     closed = mover->closed;
@@ -544,6 +554,7 @@ int kvs_file_mover_open(struct kvs_file_store *store, struct kvs_error *err) {
   if (!mover) return kvs_fail(err, KVS_NOMEM, "no memory for a mover");
   mover->store = store;
   mover->engine = store->settings.device;
+  mover->turns.popped = &store->popped;
   pthread_mutex_init(&mover->lock, NULL);
   pthread_mutex_init(&mover->pools_lock, NULL);
   kvs_cond_init(&mover->changed);

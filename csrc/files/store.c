@@ -228,7 +228,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   char *directory = absolute_path(asked->directory);
   settings.directory = directory;
   if (!store || !directory || !make_roots(store, &settings) || !kvs_file_index_init(&store->index) ||
-      kvs_file_queue_init(&store->queue, err)) {
+      kvs_file_queue_init(&store->queue, &store->popped, err)) {
     if (store) kvs_file_index_free(&store->index);
     if (store) free_roots(store);
     free(directory);
@@ -489,8 +489,8 @@ static void read_stats_locked(const struct kvs_file_store *store, struct kvs_fil
   stats->segments = store->nsegments - store->nremoved;
   stats->slots = stats->segments * store->geometry.slots;
   stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
-  stats->unfinished_loads = store->unfinished[1];
-  stats->unfinished_stores = store->unfinished[0];
+  stats->unfinished_loads = store->unfinished[KVS_FILE_GET];
+  stats->unfinished_stores = store->unfinished[KVS_FILE_PUT] + store->unfinished[KVS_FILE_DROP];
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);
@@ -518,8 +518,9 @@ static void read_metrics(struct kvs_file_store *store, uint64_t now, struct kvs_
   const struct kvs_file_transfer *oldest = store->oldest;
   *metrics = (struct kvs_file_metrics){.block_nbytes = store->geometry.block_nbytes,
                                        .capacity = store->settings.capacity,
-                                       .unfinished_load_blocks = store->unfinished_blocks[1],
-                                       .unfinished_store_blocks = store->unfinished_blocks[0],
+                                       .unfinished_load_blocks = store->unfinished_blocks[KVS_FILE_GET],
+                                       .unfinished_store_blocks = store->unfinished_blocks[KVS_FILE_PUT] +
+                                                                  store->unfinished_blocks[KVS_FILE_DROP],
                                        .oldest_ns = oldest && now > oldest->start_ns ? now - oldest->start_ns : 0};
   read_stats_locked(store, &metrics->stats);
   read_kind_locked(&store->kinds[KVS_FILE_PUT], &metrics->stores);

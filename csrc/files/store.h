@@ -72,6 +72,7 @@ struct kvs_file_store {
   char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
   struct kvs_file_queue queue;
+  atomic_uint_fast64_t popped; /* bytes of loads popped from the queues */
   const struct kvs_file_engine_ops *ops;
   struct kvs_file_worker *worker;
   struct kvs_file_mover *mover; /* NULL: no device */
@@ -111,8 +112,8 @@ struct kvs_file_store {
   struct kvs_file_items ready;               /* items with their key, to be dispatched */
   struct kvs_file_items starved;             /* items that wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished transfers */
-  unsigned unfinished[2];                    /* [1]: loads, [0]: others */
-  size_t unfinished_blocks[2];
+  unsigned unfinished[3];                    /* by enum kvs_file_kind */
+  size_t unfinished_blocks[3];
   struct kvs_file_transfer *garbage;
   struct kvs_file_stats stats;
   struct kvs_file_kind_counters {

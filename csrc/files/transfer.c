@@ -11,7 +11,7 @@
 #include "files/mover.h"
 #include "files/store.h"
 
-enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers a direction; the first transfer is always admitted */
+enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a kind; the first transfer is always admitted */
 
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
 
@@ -39,12 +39,16 @@ void kvs_file_transfer_drop(struct kvs_file_transfer *transfer) {
 }
 
 static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks) {
+  static const enum kvs_file_rank ranks[] = {
+      [KVS_FILE_PUT] = KVS_FILE_STORES, [KVS_FILE_GET] = KVS_FILE_LOADS, [KVS_FILE_DROP] = KVS_FILE_DELETES};
+  const uint64_t moves = transfer->kind == KVS_FILE_DROP ? KVS_FILE_PAGE : transfer->store->geometry.slot_nbytes;
   for (size_t i = 0; i < transfer->nitems; i++) {
     struct kvs_file_item *item = &transfer->items[i];
     item->transfer = transfer;
     item->request.begin = kvs_file_item_begin;
     item->request.end = kvs_file_item_end;
-    item->request.urgent = transfer->kind == KVS_FILE_GET;
+    item->request.rank = ranks[transfer->kind];
+    item->request.nbytes = kvs_file_request_nbytes(moves);
     item->phase = KVS_FILE_TRANSFER;
     item->slot = item->old = KVS_NO_SLOT;
     item->staging = UINT32_MAX;
@@ -100,26 +104,27 @@ static int find_entries_locked(struct kvs_file_transfer *transfer, const struct 
   return all ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for %zu keys", keys->count);
 }
 
-static int check_room_locked(struct kvs_file_store *store, bool load, size_t count, struct kvs_error *err) {
-  const char *what = load ? "loads" : "stores and deletes";
+/* Each kind has a limit of its own: no kind is refused because of another. */
+static int check_room_locked(struct kvs_file_store *store, enum kvs_file_kind kind, size_t count,
+                             struct kvs_error *err) {
+  static const char *const names[] = {"stores", "loads", "deletes"};
   if (store->closing) return kvs_fail(err, KVS_CLOSED, "the store is closed");
-  bool many = store->unfinished[load] && store->unfinished_blocks[load] + count > MOST_BLOCKS;
-  if (store->unfinished[load] < store->settings.queue && !many) return KVS_OK;
+  bool many = store->unfinished[kind] && store->unfinished_blocks[kind] + count > MOST_BLOCKS;
+  if (store->unfinished[kind] < store->settings.queue && !many) return KVS_OK;
   store->stats.refused_full++;
   return kvs_fail(err, KVS_QUEUE_FULL,
                   "the store holds %u unfinished %s (%zu blocks): nothing of this call was queued; wait for one, or do "
                   "without this block",
-                  store->unfinished[load], what, store->unfinished_blocks[load]);
+                  store->unfinished[kind], names[kind], store->unfinished_blocks[kind]);
 }
 
 static void enlist_locked(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
-  bool load = transfer->kind == KVS_FILE_GET;
   transfer->earlier = store->newest;
   *(store->newest ? &store->newest->later : &store->oldest) = transfer;
   store->newest = transfer;
-  store->unfinished[load]++;
-  store->unfinished_blocks[load] += transfer->nitems;
+  store->unfinished[transfer->kind]++;
+  store->unfinished_blocks[transfer->kind] += transfer->nitems;
   transfer->remaining = transfer->nitems;
   atomic_store(&transfer->refs, 2);
   if (transfer->nitems == 0) kvs_file_transfer_ended_locked(transfer);
@@ -175,7 +180,7 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
   if (!status && blocks && (blocks->pools || (options && options->nafter)))
     status = kvs_file_mover_prepare(transfer, blocks, options, err);
   kvs_file_lock_current(store);
-  if (!status) status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
+  if (!status) status = check_room_locked(store, kind, keys->count, err);
   kvs_file_catch_up_locked(store);
   if (!status) transfer->epoch = store->epochs.now;
   if (!status) status = find_entries_locked(transfer, keys, err);
@@ -372,11 +377,10 @@ static void count_locked(const struct kvs_file_transfer *transfer, enum kvs_stat
 
 void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
-  bool load = transfer->kind == KVS_FILE_GET;
   *(transfer->earlier ? &transfer->earlier->later : &store->oldest) = transfer->later;
   *(transfer->later ? &transfer->later->earlier : &store->newest) = transfer->earlier;
-  store->unfinished[load]--;
-  store->unfinished_blocks[load] -= transfer->nitems;
+  store->unfinished[transfer->kind]--;
+  store->unfinished_blocks[transfer->kind] -= transfer->nitems;
   transfer->elapsed_ns = kvs_clock_ns() - transfer->start_ns;
   enum kvs_state state = transfer->nfailed ? KVS_STATE_FAILED : KVS_STATE_DONE;
   for (size_t i = 0; transfer->cancelled && state == KVS_STATE_FAILED && i < transfer->nitems; i++)

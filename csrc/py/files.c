@@ -418,7 +418,7 @@ PyDoc_STRVAR(
     "  handed to the disk; 'fsync': the disk reports that it survives a power failure.\n"
     "engine: 'threads', 'io_uring', or 'auto': io_uring if build and kernel have it. depth: concurrent reads\n"
     "  and writes, 1 to 256. buffered: use the page cache even if O_DIRECT is possible. `info` says what is used.\n"
-    "queue: limit of unfinished loads, and of other unfinished transfers, before QueueFull; None: 128.\n"
+    "queue: limit of unfinished loads, of stores and of deletes, each, before QueueFull; None: 128.\n"
     "segment_nbytes: bytes of a file, for a new store. staging_nbytes: memory between pools and files; None: 128 MiB.\n"
     "gds: of pools on a GPU, GPUDirect Storage, with staging on the GPU: 'auto': where the driver says that it is "
     "real;\n"
