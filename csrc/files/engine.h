@@ -40,7 +40,7 @@ enum kvs_file_rank { KVS_FILE_STORES, KVS_FILE_DELETES, KVS_FILE_LOADS, KVS_FILE
 struct kvs_file_request {
   struct kvs_file_request *next;
   enum kvs_file_rank rank;
-  uint64_t nbytes;  /* that it counts: at least 64 KiB, because small requests take about as long */
+  uint64_t nbytes;                 /* that it counts: at least 64 KiB, because small requests take about as long */
   uint64_t since_ns, since_nbytes; /* stores and deletes: the time, and the loads popped, when the item got its key */
   uint8_t *scratch; /* set before begin, valid until end returns: page-aligned, scratch_nbytes of the queue */
   struct kvs_file_span span;

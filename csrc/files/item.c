@@ -58,7 +58,7 @@ static void grant_locked(struct kvs_file_item *item) {
 
 static bool may_have(const struct kvs_file_item *item) {
   const struct kvs_file_entry *entry = item->entry;
-  return !entry->writer && (reads(item) || !entry->readers);
+  return !entry->writer && (reads(item) ? entry != item->transfer->store->claimed : !entry->readers);
 }
 
 void kvs_file_item_begin_locked(struct kvs_file_item *item) {
@@ -89,6 +89,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
     entry->writer = false;
   give_leaving_locked(store, entry);
   kvs_file_fall_back_locked(store, entry);
+  if (entry == store->claimed && !entry->readers) kvs_file_claimed_ended_locked(store);
   while (entry->first && may_have(entry->first)) {
     struct kvs_file_items waiting = {entry->first, entry->last};
     struct kvs_file_item *item = take_first(&waiting);
@@ -97,7 +98,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
     grant_locked(item);
   }
   kvs_file_index_settle(&store->index, entry);
-  if (store->starved.first) kvs_file_wake_starved_locked(store);
+  kvs_file_wake_starved_one_locked(store);
 }
 
 /* -- completion ---------------------------------------------------------------------------------------------------- */

@@ -17,7 +17,7 @@
  *   STAGING   transfer->waiting; stores: a copy    mover->lock   serve_waiting; stores: finish_copy
  *   QUEUED    store->queue or the GDS queue        queue->lock   an engine thread
  *   RUNNING   no list: an engine thread has it     -             item_end; further requests queue it again
- *   STARVED   store->starved                       store->lock   wake_starved_locked
+ *   STARVED   store->starved                       store->lock   wake_starved_locked, claimed_ended_locked
  *   ARRIVED   mover->arrived, then a copy          mover->lock   finish_copy
  *   ENDED     no list; may be freed                store->lock   -
  *
@@ -125,7 +125,10 @@ void kvs_file_slot_return_locked(struct kvs_file_item *); /* give an unwritten s
 void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
 /* A write of the slot failed. `erased`: the slot is free again, otherwise it is lost. */
 void kvs_file_slot_failed_locked(struct kvs_file_store *, uint32_t slot, bool erased, int code);
-void kvs_file_wake_starved_locked(struct kvs_file_store *);
+void kvs_file_wake_starved_locked(struct kvs_file_store *);     /* all */
+void kvs_file_wake_starved_one_locked(struct kvs_file_store *); /* the oldest, if it may find a slot now */
+/* No load reads the claimed block any more: the oldest starved item evicts it. */
+void kvs_file_claimed_ended_locked(struct kvs_file_store *);
 /* Another process has a block of the key in `slot`. An own block is preferred. */
 void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
 /* Where the entry has no block and no store or delete holds the key: take another process's, if one is known. */

@@ -5,8 +5,12 @@
  * that key can be written meanwhile. Otherwise, if that newer block were deleted before a crash, the evicted block
  * could reappear.
  *
- * An item that finds no slot waits in `starved` until another item with a key ends. A starved item holds only its key,
- * so the others make progress. */
+ * An item that finds no slot waits in `starved` until another item with a key ends and a slot can be found. A starved
+ * item holds only its key, so the others make progress. The oldest is woken first, and then goes before loads.
+ *
+ * Loads that never pause may keep all blocks in use. So while items starve, one block that is in use by loads only is
+ * claimed: further loads of its key wait, and when the last earlier load has ended, the oldest starved item evicts the
+ * block. The waiting loads then find the key missing. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +22,7 @@ static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000, WRITE_AGAIN_NS 
 enum {
   FAILURES = 8,  /* writes of a directory that failed in a row: it is left alone for a while */
   VICTIMS = 256, /* least recently used blocks among which one is looked for whose directory takes writes */
+  CLAIMS = 4096, /* items of loads among which a block to claim is looked for */
 };
 
 bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
@@ -84,20 +89,26 @@ void kvs_file_fall_back_locked(struct kvs_file_store *store, struct kvs_file_ent
   kvs_file_set_slot_locked(store, entry, other);
 }
 
-void kvs_file_wake_starved_locked(struct kvs_file_store *store) {
+/* The oldest one leaves the list. Without starved items nothing is claimed: the loads that wait for a claimed key get
+ * it when one of the earlier loads ends. */
+static void wake_oldest_locked(struct kvs_file_store *store) {
   struct kvs_file_item *item = store->starved.first;
-  store->starved = (struct kvs_file_items){NULL, NULL};
-  store->nstarved = 0;
-  while (item) {
-    struct kvs_file_item *next = item->next;
-    kvs_file_queue_push(&store->queue, &item->request);
-    item = next;
+  store->starved.first = item->next;
+  store->nstarved--;
+  if (!item->next) {
+    store->starved.last = NULL;
+    store->claimed = NULL;
   }
+  item->request.rank = KVS_FILE_FIRST;
+  kvs_file_queue_push(&store->queue, &item->request);
+}
+
+void kvs_file_wake_starved_locked(struct kvs_file_store *store) {
+  for (size_t n = store->nstarved; n > 0; n--) wake_oldest_locked(store);
 }
 
 void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
-  (void)kvs_file_free_push(store, slot);
-  kvs_file_wake_starved_locked(store);
+  if (kvs_file_free_push(store, slot)) kvs_file_wake_starved_one_locked(store);
 }
 
 /* -- failed writes ------------------------------------------------------------------------------------------------- */
@@ -131,6 +142,8 @@ static int refusal_of(const struct kvs_file_root *root) {
   if (root->gone_code) return root->gone_code;
   return root->nfailures >= FAILURES && kvs_clock_ns() < root->write_again_ns ? root->write_code : 0;
 }
+
+/* -- finding a slot ------------------------------------------------------------------------------------------------ */
 
 /* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
 static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
@@ -215,6 +228,53 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
   store->stats.evicted++;
 }
 
+/* -- starved items ------------------------------------------------------------------------------------------------- */
+
+static bool may_find_free(const struct kvs_file_store *store) {
+  for (unsigned i = 0; i < store->nroots; i++) {
+    const struct kvs_file_root *root = &store->roots[i];
+    if (!refusal_of(root) && (root->nfree || (!store->growing && may_grow(store, root)))) return true;
+  }
+  return false;
+}
+
+void kvs_file_wake_starved_one_locked(struct kvs_file_store *store) {
+  if (!store->starved.first) return;
+  bool may = store->granted <= store->nstarved || may_find_free(store);
+  if (!store->growing) may = may || find_victim_locked(store) || refusal_of_all(store);
+  if (may) wake_oldest_locked(store);
+}
+
+static bool may_claim(const struct kvs_file_store *store, const struct kvs_file_entry *entry) {
+  if (entry->slot == KVS_NO_SLOT || entry->foreign || entry->writer || entry->pins) return false;
+  return entry->stale == KVS_NO_SLOT && entry->leaving == KVS_NO_SLOT &&
+         !refusal_of(kvs_file_root_of(store, entry->slot));
+}
+
+/* Blocks of the oldest loads are free again first. An item that has not ended keeps its entry in memory. */
+static void claim_locked(struct kvs_file_store *store) {
+  unsigned looks = 0;
+  for (struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later)
+    for (size_t i = 0; transfer->kind == KVS_FILE_GET && i < transfer->nitems; i++) {
+      const struct kvs_file_item *item = &transfer->items[i];
+      if (store->claimed || looks++ == CLAIMS) return;
+      const bool reads = item->progress != KVS_FILE_OVER && item->entry->readers;
+      if (reads && may_claim(store, item->entry)) store->claimed = item->entry;
+    }
+}
+
+void kvs_file_claimed_ended_locked(struct kvs_file_store *store) {
+  struct kvs_file_entry *entry = store->claimed;
+  store->claimed = NULL;
+  if (may_claim(store, entry)) {
+    evict_locked(store->starved.first, entry);
+    wake_oldest_locked(store);
+  }
+  if (store->starved.first) claim_locked(store);
+}
+
+/* -- taking a slot ------------------------------------------------------------------------------------------------- */
+
 /* Last resort: overwrite the older block of the same key. After a crash during the write, neither block is left. */
 static void take_own_locked(struct kvs_file_item *item) {
   item->slot = item->entry->slot;
@@ -250,11 +310,14 @@ static bool reuse_own_slots_locked(struct kvs_file_store *store) {
 
 static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
+  struct kvs_file_items *starved = &store->starved;
+  const bool older = starved->first && item->request.since_ns < starved->first->request.since_ns; /* it was woken */
   item->progress = KVS_FILE_PENDING;
-  item->next = NULL;
-  *(store->starved.last ? &store->starved.last->next : &store->starved.first) = item;
-  store->starved.last = item;
+  item->next = older ? starved->first : NULL;
+  *(starved->last && !older ? &starved->last->next : &starved->first) = item;
+  if (!older) starved->last = item;
   store->nstarved++;
+  if (!store->growing && !store->claimed) claim_locked(store);
   return KVS_FILE_WAIT;
 }
 

@@ -108,9 +108,10 @@ struct kvs_file_store {
   uint64_t whole_below; /* upper limit for checkpoints: a block from this sequence on may be torn and could not be read
                            or erased */
   bool unread_segments; /* the first page of some segment could not be read at open */
-  size_t granted, nstarved;                  /* items that hold their key, and those of them that wait for a slot */
-  struct kvs_file_items ready;               /* items with their key, to be dispatched */
-  struct kvs_file_items starved;             /* items that wait for a slot */
+  size_t granted, nstarved;       /* items that hold their key, and those of them that wait for a slot */
+  struct kvs_file_items ready;    /* items with their key, to be dispatched */
+  struct kvs_file_items starved;  /* items that wait for a slot */
+  struct kvs_file_entry *claimed; /* its block, read by loads now, goes to the oldest starved item; or NULL */
   struct kvs_file_transfer *oldest, *newest; /* unfinished transfers */
   unsigned unfinished[3];                    /* by enum kvs_file_kind */
   size_t unfinished_blocks[3];
