@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, random_bytes
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, random_bytes, until
 from test_files import have_engine
 
 import kvswap
@@ -125,10 +125,10 @@ def test_it_goes_first_after_64_mib_of_loads(tmp_path: Path, engine: str, what: 
 def test_it_waits_for_100_ms_too(tmp_path: Path) -> None:
     rig = Rig(tmp_path, 16 * MIB, blocks=1)
     with rig.slow():
-        loads = rig.loads(150)
+        loads = rig.loads(40)
         transfer = write_of(rig, "store")
         before = rig.ended_before(transfer, loads)
-        assert transfer.elapsed >= OVERDUE and 4 <= before < 150
+        assert transfer.elapsed >= OVERDUE and 4 <= before < 40
     rig.store.close()
 
 
@@ -294,3 +294,119 @@ def test_stores_that_wait_for_a_slot_get_one_each(tmp_path: Path) -> None:
             assert "not in the store" in str(each.error)
     assert rig.store.stats()["evicted"] == 10 and rig.store.stats()["failed"] == 0
     rig.store.close()
+
+
+# -- blocks of pools --------------------------------------------------------------------------------------------------
+
+
+class PoolRig(Rig):
+    """Blocks of a host device's pool, through four slots of staging."""
+
+    def __init__(self, device: kvswap.Device, folder: Path, **options: Any) -> None:
+        self.store_device, self.buffer = device, Buffer(device, 8 * MIB)
+        self.pool = kvswap.Pool(device, self.buffer.memory, 8, MIB)
+        super().__init__(folder, blocks=8, device=device, staging_nbytes=1, **options)
+
+    def put(self, key: bytes) -> FileTransfer:
+        return self.store.store([key], self.pool, [0])
+
+    def loads(self, count: int, first: int = 0) -> list[FileTransfer]:
+        which = [i % 8 for i in range(first, first + count)]
+        return [self.submit(lambda i=i: self.store.load([self.keys[i]], self.pool, [i])) for i in which]
+
+    def submit(self, call: Callable[[], FileTransfer]) -> FileTransfer:
+        """A lane holds 128 start dependencies. They have nothing to wait for here."""
+        while True:
+            try:
+                return super().submit(call)
+            except kvswap.QueueFull:
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize("what", ["store", "replace", "delete"])
+def test_loads_that_wait_for_staging(tmp_path: Path, what: str) -> None:
+    rig = PoolRig(kvswap.Device("host:0"), tmp_path)
+    rig.put(b"old").wait(PATIENCE)
+    with rig.slow():
+        loads = rig.loads(250)
+        transfer = write_of(rig, what)
+        assert rig.ended_before(transfer, loads) <= 80
+    rig.store.close()
+
+
+def test_stores_that_wait_for_staging_get_a_share(tmp_path: Path) -> None:
+    rig = PoolRig(kvswap.Device("host:0"), tmp_path)
+    with rig.slow():
+        loads = rig.loads(300)
+        stores = [rig.submit(lambda i=i: rig.put(b"new-%d" % i)) for i in range(8)]
+        before = [rig.ended_before(each, loads) for each in stores]
+    assert before[0] <= 80 and before == sorted(before)
+    assert 7 * SHARE - 16 <= before[-1] - before[0] <= 7 * SHARE + 16
+    rig.store.close()
+
+
+def test_start_dependencies_of_loads_neither_refuse_nor_delay_a_store(tmp_path: Path) -> None:
+    """The start dependencies of loads, which wait, have another lane than those of stores."""
+    rig = PoolRig(kvswap.Device("host:0"), tmp_path)
+    stream = kvswap.Stream(rig.store_device)
+    with Gate(rig.store_device) as gate:
+        gate.hold(stream)
+        with pytest.raises(kvswap.QueueFull):  # of the lane
+            for i in range(1000):
+                rig.store.load([rig.keys[i % 8]], rig.pool, [i % 8], after=stream)
+        rig.put(b"new").wait(PATIENCE)
+        gate.open()
+    rig.store.close()
+
+
+def test_stores_of_pools_do_not_hold_up_a_load(tmp_path: Path) -> None:
+    rig = PoolRig(kvswap.Device("host:0"), tmp_path)
+    with rig.slow("write"):
+        stores = [rig.submit(lambda i=i: rig.put(b"new-%d" % i)) for i in range(60)]
+        load = rig.loads(1)[0]
+        assert rig.ended_before(load, stores) <= 8
+    rig.store.close()
+
+
+# -- through the engines' connectors ----------------------------------------------------------------------------------
+
+
+def test_lmcache_beside_loads(tmp_path: Path) -> None:
+    """Stores, deletes and look-ups are answered while loads never pause."""
+    connector = FileConnector(str(tmp_path / "kv"), 64 * MIB, engine="threads", depth=1)
+    buffers = np.zeros((16, MIB), np.uint8)
+    views, keys = [memoryview(each) for each in buffers], [f"key-{i}" for i in range(16)]
+    told: dict[int, bool] = {}
+
+    def is_told(number: int) -> bool:
+        told.update((number, ok) for number, ok, _, _ in connector.drain_completions())
+        return number in told
+
+    def waits(number: int) -> bool:
+        until(lambda: number in told, "it is told")
+        return told[number]
+
+    first = connector.submit_batch_set(keys, views)
+    until(lambda: is_told(first), "the objects are stored")
+    files = connector._stores[MIB]._store
+    slow = testing.file_fault(files, "read", "delay", every=1, delay=READ)
+    with slow, loading(lambda i: connector.submit_batch_get(keys[:8], views[:8]), 8, is_told):
+        begin = time.monotonic()
+        assert waits(connector.submit_batch_set(["new"], [views[9]]))
+        assert waits(connector.submit_batch_exists(["new", keys[0]]))
+        assert waits(connector.submit_batch_delete(["new", keys[12]]))
+        assert time.monotonic() - begin < AT_ONCE
+    connector.close()
+
+
+def test_engines_of_one_directory(tmp_path: Path) -> None:
+    """One loads without pause, its own blocks and those of another, which stores and deletes."""
+    options = {"capacity": 64 * MIB, "shared": True, "engine": "threads", "depth": 1}
+    one, two = (Rig(tmp_path, blocks=4, **options) for _ in range(2))
+    with one.slow(), two.slow(), loading(lambda i: one.loads(1, i)[0], 60), loading(lambda i: two.loads(1, i)[0], 60):
+        for rig, other, key in ((one, two, b"first"), (two, one, b"second")):
+            rig.put(key).wait(AT_ONCE)
+            until(lambda key=key, other=other: other.store.contains([key]) == [True], "the other finds it")
+            rig.store.delete([key]).wait(AT_ONCE)
+    one.store.close()
+    two.store.close()

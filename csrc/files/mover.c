@@ -490,12 +490,15 @@ static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_fil
   return status;
 }
 
-/* An empty transfer that ends when all start dependencies have ended. */
+/* An empty transfer that ends when all start dependencies have ended. The gates of loads and of stores are on two
+ * lanes: a lane is in order, and has a limit. */
 static int set_up_gate(struct kvs_file_transfer *transfer, const struct kvs_file_options *options,
                        struct kvs_error *err) {
   const uint64_t none = 0;
-  const struct kvs_options after = {
-      .after = options ? options->after : NULL, .nafter = options ? options->nafter : 0, .priority = KVS_PRIORITY_HIGH};
+  const bool load = transfer->kind == KVS_FILE_GET;
+  const struct kvs_options after = {.after = options ? options->after : NULL,
+                                    .nafter = options ? options->nafter : 0,
+                                    .priority = load ? KVS_PRIORITY_HIGH : KVS_PRIORITY_BACKGROUND};
   return kvs_swap_batch(transfer->store->mover->engine, &none, &none, &none, true, 0, &after, &transfer->gate, err);
 }
 
