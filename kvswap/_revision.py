@@ -52,8 +52,9 @@ def _commit(model: str, revision: str, cache: str | None) -> str | None:
     """The commit of a repository in huggingface's cache, which the engine has just read it from."""
     if model.count("/") > 1 or any(os.environ.get(name, "0").lower() not in _NO for name in _ELSEWHERE):
         return None
+    repository = model.partition(":")[0]  # a file of it may follow, as in org/model:Q4_K_M
     for place in _caches(cache):
-        folder = place / f"models--{model.replace('/', '--')}"
+        folder = place / f"models--{repository.replace('/', '--')}"
         try:
             commit = (folder / "refs" / revision).read_text().strip()
         except (OSError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.files import FileStore, FileTransfer, Layout
-from kvswap.identity import folder
+from kvswap.identity import folder, forget
 
 _log = logger("kvswap.files")
 _OPEN_AGAIN_SECONDS = 10.0
@@ -116,6 +116,7 @@ class SharedFiles:
             store, self._store, self._closed, self._writes = self._store, None, True, False
         if store is not None:
             store.close()
+        forget(self.layout, self.folders)
 
     def _reader(self) -> FileStore | None:
         if self._store is None:

@@ -18,7 +18,8 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from kvswap.files import Layout
 
-__all__ = ["FIELDS", "RUN_TIME", "Field", "Identity", "Said", "digest_of", "folder", "in_words", "table"]
+__all__ = ["FIELDS", "RUN_TIME", "Field", "Identity", "Said", "digest_of", "folder", "forget", "in_words", "table"]
 
 RUN_TIME = "run time"  # kv_scales that the engine computes when it runs: no store
 
@@ -247,6 +248,13 @@ def folder(directory: str | Path, layout: Layout) -> Path:
     """The store of that layout in a directory which engines of several identities share."""
     name = hashlib.sha256(f"{layout.block_nbytes} {layout.text}".encode()).hexdigest()
     return Path(directory, name[:_FOLDER_DIGITS])
+
+
+def forget(layout: Layout, folders: Iterable[Path]) -> None:
+    """After closing: remove the store, if it was one process's own and no other will find it."""
+    if "own" in layout.fields:
+        for place in folders:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def in_words(fields: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -173,6 +173,7 @@ def test_a_snapshots_path_and_its_repository_are_one(hub: Path) -> None:
 def test_a_repositorys_branch_moves(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(hub, COMMIT), cached(hub, OTHER)
     assert weights_of("org/model").revision == OTHER
+    assert weights_of("org/model:Q4_K_M") == ("org/model:Q4_K_M", OTHER)
     assert weights_of("org/model", "next").revision is None
     assert weights_of("org/model", COMMIT).revision == COMMIT
     cached(hub, COMMIT, "next")
@@ -232,12 +233,20 @@ def test_what_has_no_weights_has_no_revision(tmp_path: Path) -> None:
 # -- vLLM, with stand-ins of its objects' attributes; tests/integration/vllm_identity.py has the real ones -------------
 
 
+class VllmConfig(Some):
+    """kvswap looks for this name."""
+
+
+class KVCacheConfig(Some):
+    """As this one."""
+
+
 def vllm_objects(home: Path) -> tuple[Any, Any, Any]:
     """VllmConfig, KVCacheConfig and OffloadingSpec of 0.33."""
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     snapshot = str(cached(home, COMMIT))
     hf_config = Some(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, _commit_hash=None)
-    vllm_config = Some(
+    vllm_config = VllmConfig(
         model_config=Some(
             model=snapshot, revision=None, model_weights="", dtype="torch.bfloat16", use_mla=False, quantization=None,
             quantization_config=None, hf_config=hf_config, hf_text_config=hf_config, hf_overrides={},
@@ -251,14 +260,17 @@ def vllm_objects(home: Path) -> tuple[Any, Any, Any]:
         ),
         load_config=Some(load_format="auto", download_dir=None),
         attention_config=Some(backend=None, backend_per_kind={}, indexer_kv_dtype="auto"),
-        parallel_config=Some(cp_kv_cache_interleave_size=1),
+        parallel_config=Some(
+            cp_kv_cache_interleave_size=1, tensor_parallel_size=1, pipeline_parallel_size=1,
+            prefill_context_parallel_size=1, decode_context_parallel_size=1, rank=0,
+        ),
         scheduler_config=Some(max_num_seqs=16),
         speculative_config=None,
         use_v2_model_runner=False,
         kv_transfer_config=Some(engine_id="engine"),
     )  # fmt: skip
     spec = Some(block_size=16, num_kv_heads=4, head_size=64, dtype="torch.bfloat16", sliding_window=None)
-    cache = Some(
+    cache = KVCacheConfig(
         num_blocks=8,
         kv_cache_groups=[Some(layer_names=layers, kv_cache_spec=spec)],
         kv_cache_tensors=[Some(size=8 << 16, layers=layers, layer_stride=8 << 14, block_stride=1 << 14, offset=0)],
@@ -352,7 +364,9 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND"):
         monkeypatch.delenv(name, raising=False)
 
-    def make(changes: dict[str, Any] | None = None, said: Said | None = None, *, hidden: bool = False) -> Identity:
+    def make(
+        changes: dict[str, Any] | None = None, said: Said | None = None, *, hidden: bool = False, old: bool = False
+    ) -> Identity:
         vllm_config, kv_cache_config, spec = vllm_objects(tmp_path)
         for path, value in (changes or {}).items():
             if path == "cache.num_blocks+":  # all that follows from it
@@ -360,7 +374,10 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 kv_cache_config.kv_cache_tensors[0].layer_stride = value << 14
             else:
                 changed({"vllm": vllm_config, "cache": kv_cache_config, "spec": spec}, path, value)
-        if hidden:
+        if old:  # to 0.25: the spec has all
+            spec = Some(vllm_config=vllm_config, kv_cache_config=kv_cache_config, block_size_factor=1,
+                        gpu_block_size=(16,), hash_block_size=16)  # fmt: skip
+        if hidden or old:
             del vllm_config, kv_cache_config
         return _identity.identity_of(spec, said or Said())
 
@@ -419,6 +436,17 @@ def test_vllm_without_its_configuration(vllm: Any) -> None:
             assert vllm({path: value}, hidden=True).fields.get(field) != hidden.fields.get(field)
     mla = {"spec.config.parallel.tp_size": 2, "spec.config.replicated_layout": True}
     assert vllm(mla, hidden=True).digest == hidden.digest
+
+
+def test_vllm_whose_spec_has_all(vllm: Any) -> None:
+    """To 0.25."""
+    before = vllm(old=True)
+    assert not before.own and before.digest == vllm(old=True).digest
+    for field, path, value in VLLM_DIFFERENT:
+        if path.startswith("vllm.") and path != "vllm.cache_config.kv_cache_layout":
+            assert vllm({path: value}, old=True).fields.get(field) != before.fields.get(field), path
+    two = {"vllm.parallel_config.tensor_parallel_size": 2}
+    assert vllm(two, old=True).fields["ranks"] == {"tp": 2, "pp": 1, "pcp": 1, "dcp": 1, "rank": 0}
 
 
 def test_vllm_scales_of_run_time(vllm: Any) -> None:

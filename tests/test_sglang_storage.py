@@ -135,7 +135,8 @@ def test_each_page_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert [made.exists(key) for key in keys_of(11, 12, 13)] == saved
     with testing.file_fault(store_of(made), "read", "fail", every=1):
         assert load(made, pool, [1, 2], [8, 9]) == [False, False]
-    assert load(made, pool, [1, 2], [8, 9]) == [True, True]
+    assert load(made, pool, [1, 2], [8, 9]) == [False, False]  # what could not be read is no longer stored
+    assert save(made, pool, [1, 2], [1, 2]) == load(made, pool, [1, 2], [8, 9]) == [True, True]
     assert "1 of 3 pages of kv failed" in caplog.text and "No space left" in caplog.text
     made.close()
 
@@ -190,6 +191,25 @@ def test_pages_survive_the_engine_and_belong_to_their_rank(tmp_path: Path) -> No
     made = storage(tmp_path, HostPool(KV, layout="page_first_direct"), tp_size=2)  # other bytes in a page
     assert made.batch_exists(keys_of(1)) == 0
     made.close()
+
+
+def test_pages_whose_weights_are_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool(KV)
+    for _ in range(2):
+        made = storage(tmp_path, pool, extra={"revision": None})
+        assert (
+            made.batch_exists(keys_of(1)) == 0 and save(made, pool, [1], [1]) == [True] and made.exists(keys_of(1)[0])
+        )
+        made.close()
+        assert not list((tmp_path / "kv").rglob("segment-*")), "nothing finds them any more"
+    assert caplog.text.count("its revision is not known: stored blocks are this process's own") == 2
+    for found in (0, 1):
+        made = storage(tmp_path, pool, extra={"revision": None, "unversioned": True})
+        assert made.batch_exists(keys_of(1)) == found and save(made, pool, [1], [1]) == [True]
+        made.close()
+    other = storage(tmp_path, pool, extra={"revision": None, "unversioned": True}, model_name="another")
+    assert other.batch_exists(keys_of(1)) == 0
+    other.close()
 
 
 class Counted:

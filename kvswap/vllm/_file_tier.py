@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvswap import _C, _options
 from kvswap._log import logger
 from kvswap.files import FileStore, Layout
-from kvswap.identity import Identity, Said, folder
+from kvswap.identity import Identity, Said, folder, forget
 from kvswap.vllm._identity import identity_of
 
 from . import _tier_stats
@@ -191,7 +191,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         return self._stats.take(self._store.stats()) if self._stats.due() else None
 
     def shutdown(self) -> None:
-        """Close the store. The next engine of the same layout finds its blocks."""
+        """Close the store."""
         self._store.close()
 
 
@@ -231,7 +231,14 @@ class FileTier(StoreTier):
         self._events = _wants_events(offloading_spec, tier_type) if events else False
         given |= {"events": _EVENTS} if self._events else {}
         self._store, self._readonly = _open(folders, layout, capacity, given)
+        self._layout, self._folders = layout, folders
         _log.info("file tier %s: %s, %s", ", ".join(map(str, folders)), self._store, self._store.info)
+
+    def shutdown(self) -> None:
+        """Close the store. The next engine of the same identity finds its blocks."""
+        super().shutdown()
+        if self.identity.storable:
+            forget(self._layout, self._folders)
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that came and went since the last call, those of other engines too."""

@@ -2,8 +2,8 @@
 
 A tier is given an OffloadingSpec and with it (from 0.26 on) an OffloadingConfig, which knows neither weights nor
 quantization nor where layers lie. VllmConfig does. To 0.25 the spec has it. From then on the functions of vLLM that
-make the tier have it in their frames, as `vllm_config` beside `kv_cache_config`, and it is read there. Where neither
-has it (a program that makes a tier by itself), what only VllmConfig knows is unknown.
+make the tier have it in their frames, beside a KVCacheConfig, and it is read there. Where neither has it (a program
+that makes a tier by itself), what only VllmConfig knows is unknown.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def _configs(spec: Any, config: Any) -> tuple[Any, Any]:
     if hasattr(spec, "vllm_config"):
         return spec.vllm_config, getattr(spec, "kv_cache_config", None)
     frame = sys._getframe(1)
+    engine_id = getattr(config, "engine_id", None)
     for _ in range(_FRAMES):
-        found = frame.f_locals.get("vllm_config")
-        transfer = getattr(found, "kv_transfer_config", None)
-        if transfer is not None and getattr(transfer, "engine_id", None) == getattr(config, "engine_id", None):
-            return found, frame.f_locals.get("kv_cache_config")
+        here = {type(value).__name__: value for value in frame.f_locals.values()}
+        found = here.get("VllmConfig")
+        if found is not None and _get(found, "kv_transfer_config.engine_id") == engine_id:
+            return found, here.get("KVCacheConfig")
         if frame.f_back is None:
             break
         frame = frame.f_back

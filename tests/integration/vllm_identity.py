@@ -17,6 +17,7 @@ its engine must find them, with the right bytes.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import os
@@ -68,6 +69,7 @@ from vllm.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -87,7 +89,8 @@ if RELEASE < (0, 29):  # which else has random seeds
     os.environ.setdefault("PYTHONHASHSEED", "0")
 TOKENS, HEADS, SIZE, LAYERS, BLOCKS = 16, 4, 32, 4, 16
 PLACED = any(name == "layers" for name in KVCacheTensor.__dataclass_fields__)
-if "module_path" not in Path(sys.modules[SecondaryTierFactory.__module__].__file__).read_text():
+BY_PATH = "module_path" in inspect.getsource(SecondaryTierFactory.get_tier_class)
+if not BY_PATH:
     SecondaryTierFactory.register_tier("FileTier", "kvswap.vllm", "FileTier")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -187,8 +190,8 @@ class Engine:
 
 def vllm_config(asked: dict[str, Any]) -> VllmConfig:
     tier = {"type": "FileTier", "module_path": "kvswap.vllm", "directory": str(WORK / "kv"), "capacity": 64 << 20}
-    if RELEASE < (0, 28):
-        tier.pop("module_path", None)
+    if not BY_PATH:
+        del tier["module_path"]
     extra = {
         "cpu_bytes_to_use": 1 << 20,
         "spec_name": "TieringOffloadingSpec",
@@ -226,7 +229,7 @@ def vllm_config(asked: dict[str, Any]) -> VllmConfig:
         **more,
     )
     if "backend" in asked:
-        made.attention_config.backend = asked["backend"]
+        made.attention_config.backend = AttentionBackendEnum[asked["backend"]]
     if "load_format" in asked:
         made.load_config.load_format = asked["load_format"]
     return made
@@ -281,6 +284,9 @@ DIFFERENT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("overrides of the configuration", "overrides", BASE, {"model": {"hf_overrides": {"rms_norm_eps": 1e-5}}}),
     ("rope", "rope", BASE,
      {"model": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}}}),
+    ("quantization", "quantization", BASE, {"model": {"quantization": "fp8"}}),
+    ("a backend that is chosen", "backend", BASE, {"backend": "TRITON_ATTN"}),
+    ("MLA switched off", "mla", MLA, {"env": {"VLLM_MLA_DISABLE": "1"}}),
     ("two ranks", "ranks", BASE, {"parallel": {"tensor_parallel_size": 2}}),
     ("four ranks, not two", "ranks", merged(BASE, {"parallel": {"tensor_parallel_size": 2}}),
      {"parallel": {"tensor_parallel_size": 4}}),
