@@ -66,7 +66,8 @@ class SharedFiles:
         return self.folders if len(self.folders) > 1 else self.folders[0]
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Its folders, for messages."""
         return ", ".join(map(str, self.folders))
 
     @property
@@ -149,7 +150,7 @@ class SharedFiles:
                 self._open_reader()
             return None
         self._store, self._writes = store, True  # transfers that use the one before keep it
-        _log.info("%s: this process writes it: %s, %s", self._name, store, store.info)
+        _log.info("%s: this process writes it: %s, %s", self.name, store, store.info)
         return None
 
     def _open_reader(self) -> None:
@@ -161,9 +162,9 @@ class SharedFiles:
             return  # the writer has not made it yet
         try:
             self._store = FileStore(self._place, self.layout, readonly=True, **reads)
-            _log.info("%s: this process reads it", self._name)
+            _log.info("%s: this process reads it", self.name)
         except _C.Error as error:
-            _log.warning("%s: %s; it is tried again", self._name, error)
+            _log.warning("%s: %s; it is tried again", self.name, error)
 
     def _refresh(self, store: FileStore) -> bool:
         """Whether the store was looked at again. That reads the header of every block, so it is not done always."""
@@ -179,7 +180,7 @@ class SharedFiles:
             try:
                 store.refresh()
             except _C.Error as error:
-                _log.warning("%s: %s", self._name, error)
+                _log.warning("%s: %s", self.name, error)
                 return False
             end = time.monotonic()
             self._next_refresh = end + _REFRESH_SHARE * (end - begin)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
 import os
 import select
@@ -32,6 +33,7 @@ class Rig:
     """A connector, objects of a buffer, and who waits for the completions."""
 
     def __init__(self, folder: Path, *, seed: int = 1, directory: Any = None, **options: Any) -> None:
+        options = {"unversioned": True} | options
         self.connector = FileConnector(directory or str(folder / "kv"), CAPACITY, **options)
         self.memory = random_bytes(seed, 16 * NBYTES).reshape(16, NBYTES).copy()
         self.before = self.memory.copy()
@@ -116,7 +118,8 @@ def test_each_object_is_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> None
     assert rig.exists(11, 12, 13) == each
     with testing.file_fault(rig.files(), "read", "fail", every=1):
         assert rig.load([1, 2], [8, 9]) == [False, False]
-    assert rig.load([1, 2], [8, 9]) == [True, True]
+    assert rig.exists(1, 2) == [False, False]  # what cannot be read is no longer stored
+    assert rig.store([1, 2], [1, 2]) == [True, True] and rig.load([1, 2], [8, 9]) == [True, True]
     assert "storing: 1 of 3 objects failed" in caplog.text
 
 
@@ -231,6 +234,134 @@ def test_long_keys(rig: Rig) -> None:
     assert rig.wait(rig.connector.submit_batch_exists([*keys, "m" * 600]))[2] == [True] * 3 + [False]
     rig.wait(rig.connector.submit_batch_get([keys[2]], rig.views([9])))
     np.testing.assert_array_equal(rig.memory[9], rig.before[2])
+
+
+def test_no_two_keys_are_stored_as_one(rig: Rig) -> None:
+    """Long keys are stored by a hash, whose text a short key may be."""
+    long = "m" * 600
+    hashed = "sha256@" + hashlib.sha256(long.encode()).hexdigest()
+    keys = [long, hashed, "sha256@", "sha256@" + hashlib.sha256(hashed.encode()).hexdigest(), "", "\udc80", "k" * 512]
+    for i, key in enumerate(keys):
+        assert rig.wait(rig.connector.submit_batch_exists(keys))[2] == [k < i for k in range(len(keys))]
+        assert rig.wait(rig.connector.submit_batch_set([key], rig.views([i])))[2] == [True]
+    to = np.zeros((len(keys), NBYTES), np.uint8)
+    assert all(rig.wait(rig.connector.submit_batch_get(keys, [memoryview(row) for row in to]))[2])
+    np.testing.assert_array_equal(to, rig.before[: len(keys)])
+    assert all(rig.wait(rig.connector.submit_batch_delete(keys[:1]))[2])
+    assert rig.wait(rig.connector.submit_batch_exists(keys))[2] == [False] + [True] * (len(keys) - 1)
+    assert set(keys_of(1)[0].encode()) and _connector._key(keys_of(1)[0]) == keys_of(1)[0].encode()  # readable
+
+
+FOREIGN = ["\u0663", "007", "\u00b2", "\u2460", "0", "+8", " 9", "1_000", "9" * 30, "9" * 5000, "lost+found", "4096"]
+
+
+def test_foreign_names_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv = tmp_path / "kv"
+    kv.mkdir()
+    for name in FOREIGN:
+        if len(name) > 255:
+            continue
+        path = kv / name
+        if name == "4096":
+            path.write_text("a file")
+        else:
+            path.mkdir()
+    (kv / "16384").mkdir()  # of another cache, perhaps; there is nothing of this one
+    (kv / "8192").symlink_to("nowhere")
+    before = sorted(os.listdir(kv))
+    with caplog.at_level(logging.WARNING):
+        rig = Rig(tmp_path)
+        assert rig.store([1], [1]) == [True]
+        for _ in range(3):
+            assert rig.exists(1, 2) == [True, False]
+        assert rig.load([1], [5]) == [True]
+    said = [record.getMessage() for record in caplog.records if "not kvswap's" in record.getMessage()]
+    assert len(said) == 1 and "'007'" in said[0] and "more" in said[0]
+    assert sorted(os.listdir(kv)) == sorted([*before, str(NBYTES)]) and not list((kv / "16384").iterdir())
+    assert (kv / "4096").read_text() == "a file" and "4096" in rig.connector._foreign
+    # an object whose folder's name is taken: told as failed, each time, and the others go on
+    for _ in range(2):
+        block = [memoryview(bytearray(4096))]
+        ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(9), block))
+        assert (ok, each) == (False, [False]) and "4096" in error
+        assert rig.wait(rig.connector.submit_batch_get(keys_of(9), block))[:1] == (False,)
+        assert rig.exists(1, 9) == [True, False]
+    rig.connector.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_the_other_sizes_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    small = [memoryview(bytearray(range(77)))]
+    assert rig.store([1], [1]) == [True] and rig.wait(rig.connector.submit_batch_set(keys_of(2), small))[0]
+    rig.connector.close()
+    (store,) = (path for path in (tmp_path / "kv" / "77").iterdir() if path.is_dir())
+    store.chmod(0o777)  # not trusted
+    with caplog.at_level(logging.WARNING):
+        again = Rig(tmp_path)
+        assert again.exists(1, 2) == [True, False] and again.exists(1, 2) == [True, False]
+        ok, error, _ = again.wait(again.connector.submit_batch_set(keys_of(3), small))
+        assert not ok and "other users" in error
+    said = [record.getMessage() for record in caplog.records if "of 77 bytes are not looked up" in record.getMessage()]
+    assert len(said) == 1 and "other users" in said[0]  # it is not tried again at once
+    store.chmod(0o700)
+    monkeypatch.setattr(_connector.time, "monotonic", lambda clock=time.monotonic: clock() + 11)
+    assert again.exists(1, 2) == [True, True]
+    monkeypatch.undo()
+    again.connector.close()
+
+
+def test_a_look_up_that_fails_in_one_size_finds_the_others(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(keys: list[bytes]) -> list[bool]:
+        raise OSError("no such device")
+
+    rig.store([1], [1])
+    small = [memoryview(bytearray(range(77)))]
+    assert rig.wait(rig.connector.submit_batch_set(keys_of(2), small))[0]
+    monkeypatch.setattr(rig.connector._stores[77], "find", fail)
+    assert rig.exists(1, 2) == [True, False]
+    assert "looking up 1 objects in" in caplog.text and "no such device" in caplog.text
+
+
+def test_after_close_nothing_is_read_from_a_descriptor_of_others(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.connector.submit_batch_exists(keys_of(1))
+    descriptor = rig.connector.event_fd()
+    rig.connector.close()
+    others = os.eventfd(5)
+    try:
+        assert others == descriptor
+        rig.connector.drain_completions()
+        assert os.eventfd_read(others) == 5
+    finally:
+        os.close(others)
+    with pytest.raises(RuntimeError, match="closed"):
+        rig.connector.event_fd()
+
+
+def test_without_a_revision_objects_are_this_process_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LMCache's keys name the model, not its weights."""
+    given: dict[str, Any]
+    for given, shared in (
+        ({"unversioned": False}, False),
+        ({"unversioned": False, "revision": "0c1d9e5"}, True),
+        ({"unversioned": False, "weight_version": "7"}, True),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            rig = Rig(tmp_path / str(len(given)) / str(given), **given)
+        assert ("revision is not known" in caplog.text) == (not shared)
+        assert rig.store([1], [1]) == [True] and rig.exists(1) == [True] and rig.load([1], [2]) == [True]
+        rig.connector.close()
+        again = Rig(tmp_path / str(len(given)) / str(given), **given)
+        assert again.exists(1) == [shared]
+        again.connector.close()
+    other = Rig(tmp_path / "2" / str({"unversioned": False, "revision": "0c1d9e5"}), revision="ffffff")
+    assert other.exists(1) == [False]
+    other.connector.close()
 
 
 def test_a_full_queue_is_told_as_failures(tmp_path: Path) -> None:

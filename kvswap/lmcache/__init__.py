@@ -2,7 +2,7 @@
 
     lmcache server --l2-adapter '{
       "type": "native_plugin", "module_path": "kvswap.lmcache", "class_name": "FileConnector",
-      "adapter_params": {"directory": "/mnt/nvme/kv", "capacity": 536870912000}}'
+      "adapter_params": {"directory": "/mnt/nvme/kv", "capacity": "500GiB", "revision": "0e9e39f249a1"}}'
 
 - FileConnector: the client that LMCache's native_plugin adapter drives. An object that it delivers has exactly the
   stored bytes; each one that is lost, or damaged, is reported as such.

@@ -4,13 +4,18 @@ Submitting returns a number at once. When that operation has ended, event_fd() b
 drain_completions() tells the number, whether all went well, a message, and one bool a key. One thread waits for the
 transfers; another answers lookups, because a process that only reads may have to look at the files for them.
 
-Objects of one size are one store, in a folder of that number under the directory.
+Objects of one size are one store, in a folder of that number under the directory. Other names there are not kvswap's:
+they are left alone, and a line of the log names them once.
+
+Nothing but wrong use (a closed connector, lists of different lengths) raises. What fails is the completion of those
+objects, and what fails for objects of one size leaves the other sizes alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -26,11 +31,17 @@ from kvswap import _C, _options
 from kvswap._devices import log_build
 from kvswap._log import into, logger
 from kvswap._shared_files import SharedFiles
-from kvswap.files import FileTransfer, Layout
+from kvswap.files import FileTransfer
+from kvswap.identity import Identity, Said, folder
 
 _log = logger("kvswap.lmcache")
 _MOST_KEY = 512
-_OPTIONS = (*_options.SHARED_FILES, _options.text("name", ""))
+_HASHED = b"sha256@"  # begins the stored form of hashed keys
+_OPTIONS = (*_options.SHARED_FILES, *_options.IDENTITY)
+_SIZE = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)  # a folder's name
+_MOST_NBYTES = (1 << 63) - 1
+_AGAIN_SECONDS = 10.0  # until files that could not be opened are tried again
+_FEW = 5
 _PAUSE = 0.01  # seconds until the next look, where waiting itself has failed
 _Completion = tuple[int, bool, str, list[bool] | None]
 
@@ -54,7 +65,9 @@ class FileConnector:
 
     directory: created if missing. A list: several disks, over which the objects are spread.
     capacity: limit of the bytes of the files, of each size of objects; beyond it the least recently used are evicted.
-    name: tells apart caches in which the same key may mean other bytes of the same number: dtypes, say.
+    revision, weight_version, name: tell apart caches in which the same key may mean other bytes of the same number.
+      LMCache's keys name model, rank and group, but neither the revision of the weights nor the KV format. Without any
+      of these the objects are this process's own, unless unversioned is true.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
     shared: all servers of the machine that name the directory store in it, and find each other's objects. False, for
       network file systems, and a list of directories: the first process writes, the others read.
@@ -69,16 +82,22 @@ class FileConnector:
         self._options = _options.read(given, _OPTIONS, "adapter_params")
         place = self._options.pop("directory")
         self._directories: list[str] = place if isinstance(place, list) else [place]
-        self._capacity, self._name = self._options.pop("capacity"), self._options.pop("name")
+        self._capacity = self._options.pop("capacity")
+        self._identity = Identity("lmcache", {}, Said.pop(self._options))
+        self._identity.warn(_log, "adapter_params")
         self._opening = threading.Lock()
-        self._stores: dict[int, SharedFiles] = {}  # by bytes of an object; guarded by _opening
+        self._stores: dict[int, SharedFiles] = {}  # by bytes of an object; guarded by _opening, as the next one
+        self._failed: dict[int, tuple[float, str]] = {}  # those that could not be opened: until when, and why
+        self._foreign: set[str] = set()  # names that were reported; guarded by _opening
         self._lock = threading.Lock()
         self._running: list[_Operation] = []  # guarded by _lock, as are the fields below
         self._completions: deque[_Completion] = deque()
         self._next = 0
         self._closed = False
+        for each in self._directories:
+            Path(each).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open_known()
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._event: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lookups = ThreadPoolExecutor(1, "kvswap-lmcache-lookup")
         self._waiter = threading.Thread(target=self._wait, name="kvswap-lmcache", daemon=True)
         self._waiter.start()
@@ -87,7 +106,10 @@ class FileConnector:
 
     def event_fd(self) -> int:
         """Readable while there are completions."""
-        return self._event
+        with self._lock:
+            if self._event is None:
+                raise RuntimeError(_CLOSED)
+            return self._event
 
     def submit_batch_set(self, keys: Sequence[str], memviews: Sequence[Any]) -> int:
         """Store objects, unless they are; their bytes must not change until the completion."""
@@ -114,9 +136,10 @@ class FileConnector:
 
     def drain_completions(self) -> list[_Completion]:
         """The completions since the last call: number, whether all went well, a message, and a bool a key."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._event)
         with self._lock:
+            if self._event is not None:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
             found = list(self._completions)
             self._completions.clear()
         return found
@@ -127,30 +150,75 @@ class FileConnector:
             if self._closed:
                 return
             self._closed = True
-        self._lookups.shutdown()
+        self._lookups.shutdown(cancel_futures=True)
         for store in self._known():
-            store.close()
+            try:
+                store.close()
+            except Exception as error:  # a disk that does not answer; the others are closed
+                _log.warning("closing %s failed: %s", store.name, error)
         _C._await_tell()
         self._waiter.join(60)
-        if not self._waiter.is_alive():  # it writes to the descriptor
-            os.close(self._event)
+        with self._lock:
+            event, self._event = self._event, None
+        if event is not None:
+            os.close(event)
 
     # -- stores -------------------------------------------------------------------------------------------------------
 
     def _open_known(self) -> None:
-        """The stores that there are."""
-        with suppress(FileNotFoundError):
-            for path in Path(self._directories[0]).iterdir():
-                if path.name.isdecimal():
-                    self._store_of(int(path.name))
+        """The stores that there are. One that cannot be opened is tried again later."""
+        for nbytes in self._sizes():
+            try:
+                if self._is_there(nbytes):
+                    self._store_of(nbytes)
+            except Exception as error:
+                _log.warning("objects of %d bytes are not looked up: %s", nbytes, error)
+
+    def _sizes(self) -> list[int]:
+        """Sizes of which the directory has folders, and no store is open or has just failed to open."""
+        try:
+            names = sorted(os.listdir(self._directories[0]))
+        except OSError as error:
+            _log.warning("%s cannot be listed: %s", self._directories[0], error)
+            return []
+        with self._opening:
+            known, now = self._stores.keys() | self._failed.keys(), time.monotonic()
+            known -= {nbytes for nbytes, (until, _) in self._failed.items() if until <= now}
+            names = [name for name in names if name not in self._foreign]
+        sizes = {name: int(name) for name in names if _SIZE.fullmatch(name) and int(name) <= _MOST_NBYTES}
+        self._report([name for name in names if name not in sizes or not Path(self._directories[0], name).is_dir()])
+        return [nbytes for nbytes in sizes.values() if nbytes not in known]
+
+    def _report(self, foreign: list[str]) -> None:
+        with self._opening:
+            new = [name for name in foreign if name not in self._foreign]
+            self._foreign.update(new)
+        if new:
+            shown = ", ".join(map(repr, new[:_FEW])) + (f" and {len(new) - _FEW} more" if len(new) > _FEW else "")
+            _log.warning("%s has names that are not kvswap's and are left alone: %s", self._directories[0], shown)
+
+    def _is_there(self, nbytes: int) -> bool:
+        """Whether this process or another one has made the store."""
+        return folder(Path(self._directories[0], str(nbytes)), self._identity.layout(nbytes)).is_dir()
 
     def _store_of(self, nbytes: int) -> SharedFiles:
         with self._opening:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
             store = self._stores.get(nbytes)
-            if store is None:
-                layout = Layout(nbytes, engine="lmcache", name=self._name)
-                places = [str(Path(each, str(nbytes))) for each in self._directories]
-                store = self._stores[nbytes] = SharedFiles(places, layout, self._capacity, True, self._options)
+            if store is not None:
+                return store
+            until, why = self._failed.get(nbytes, (0.0, ""))
+            if time.monotonic() < until:
+                raise _C.Error(why)
+            places = [str(Path(each, str(nbytes))) for each in self._directories]
+            layout = self._identity.layout(nbytes)
+            try:
+                store = self._stores[nbytes] = SharedFiles(places, layout, self._capacity, True, dict(self._options))
+            except Exception as error:
+                self._failed[nbytes] = time.monotonic() + _AGAIN_SECONDS, str(error)
+                raise
+            self._failed.pop(nbytes, None)
             return store
 
     def _known(self) -> list[SharedFiles]:
@@ -175,13 +243,12 @@ class FileConnector:
     def _move(self, what: str, nbytes: int, keys: list[bytes], buffers: list[Any]) -> FileTransfer | None:
         if what == "store":
             return self._store_of(nbytes).store(keys, buffers)
-        known = Path(self._directories[0], str(nbytes)).exists()  # by this process or another
-        return self._store_of(nbytes).load(keys, buffers) if known else None
+        return self._store_of(nbytes).load(keys, buffers) if self._is_there(nbytes) else None
 
     def _begin(self, what: str, count: int) -> _Operation:
         with self._lock:
             if self._closed:
-                raise RuntimeError("this connector is closed")
+                raise RuntimeError(_CLOSED)
             self._next += 1
             return _Operation(self._next, what, [what == "delete"] * count)
 
@@ -191,6 +258,7 @@ class FileConnector:
             transfer = begin()
         except Exception as error:
             transfer, operation.error = None, str(error) or repr(error)
+            _log.warning("%s: %d objects failed: %s", _DOING[operation.what], len(positions), operation.error)
         else:
             if transfer is None:
                 operation.error = "another process writes the files" if operation.what != "load" else "not stored"
@@ -210,15 +278,24 @@ class FileConnector:
                 if again:  # a size that another process has begun to store
                     self._open_known()
                 for store in self._known():
-                    missing = [i for i, there in enumerate(operation.done) if not there]
-                    for i, there in zip(missing, store.find([keys[i] for i in missing]), strict=True):
-                        operation.done[i] = there
+                    self._find(store, operation.done, keys)
                 if all(operation.done):
                     break
         except Exception as error:  # the lookup is answered in any case
             operation.done, operation.error = [False] * len(keys), str(error)
             _log.warning("looking up %d objects: %s", len(keys), error)
         self._tell(operation, ok=not operation.error)
+
+    @staticmethod
+    def _find(store: SharedFiles, done: list[bool], keys: list[bytes]) -> None:
+        missing = [i for i, there in enumerate(done) if not there]
+        try:
+            found = store.find([keys[i] for i in missing])
+        except Exception as error:  # the other sizes are looked up all the same
+            _log.warning("looking up %d objects in %s failed: %s", len(missing), store.name, error)
+            return
+        for i, there in zip(missing, found, strict=True):
+            done[i] = there
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -266,16 +343,23 @@ class FileConnector:
                 good = i not in failed
                 operation.done[position] = good and (operation.what != "delete" or operation.done[position])
             if failed:
-                operation.error = str(transfer.error)
-                what = {"store": "storing", "load": "loading", "delete": "deleting"}[operation.what]
+                operation.error, what = str(transfer.error), _DOING[operation.what]
                 _log.warning("%s: %d of %d objects failed: %s", what, len(failed), len(positions), operation.error)
 
     def _tell(self, operation: _Operation, *, ok: bool) -> None:
         with self._lock:
             self._completions.append((operation.number, ok, operation.error, list(operation.done)))
-        os.eventfd_write(self._event, 1)
+            if self._event is not None:
+                os.eventfd_write(self._event, 1)
+
+
+_CLOSED = "this connector is closed"
+_DOING = {"store": "storing", "load": "loading", "delete": "deleting"}
 
 
 def _key(key: str) -> bytes:
-    stored = key.encode()
-    return stored if len(stored) <= _MOST_KEY else b"sha256@" + hashlib.sha256(stored).hexdigest().encode()
+    """The key of a store: readable, unless it is too long, or begins as hashed ones do. No two are stored as one."""
+    stored = key.encode(errors="surrogatepass")
+    if 1 <= len(stored) <= _MOST_KEY and not stored.startswith(_HASHED):
+        return stored
+    return _HASHED + hashlib.sha256(stored).hexdigest().encode()
