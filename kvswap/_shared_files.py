@@ -106,10 +106,16 @@ class SharedFiles:
         store = self._writer()
         return None if store is None else store.delete(keys)
 
-    def keys(self) -> list[bytes]:
-        """The keys of all blocks."""
+    def clear(self) -> None:
+        """Remove all blocks, those of other processes too, of ended ones included. Error: the directory cannot be
+        written, and nothing has changed."""
         store = self._reader()
-        return [] if store is None else store.keys()
+        if store is not None:
+            store.clear()
+        else:
+            for folder in self.folders:
+                if folder.exists():
+                    _C._file_clear(folder)
 
     def close(self) -> None:
         """Close the store; later calls find nothing."""

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import file_reader
@@ -14,7 +16,7 @@ from test_files import keys_of
 from test_files_shared import LAYOUT, NBYTES, PER_SEGMENT, SEGMENT, block_of, check, finds, open_store, put
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import _C, cli, files, testing
 from kvswap.files import FileStore
 
 
@@ -188,3 +190,85 @@ def test_a_delete_that_began_before(tmp_path: Path) -> None:
         put(store, keys_of(PER_SEGMENT, "new"))
         assert store.stats()["segments"] == 1 and store.stats()["evicted"] == 0
         check(store, keys_of(PER_SEGMENT, "new"))
+
+
+# -- from outside -----------------------------------------------------------------------------------------------------
+
+
+def nbytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("segment-*"))
+
+
+def open_files(store: FileStore) -> list[str]:
+    return [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two identities, one of them of LMCache's depth; an engine runs, others have ended."""
+    keys = keys_of(3)
+    for name in ("a", "4096"):
+        (tmp_path / name).mkdir(mode=0o700)
+    running = open_store(tmp_path / "a")
+    with open_store(tmp_path / "a") as ended:
+        put(running, keys[:1])
+        put(ended, keys[1:])
+        finds(running, keys)
+    with FileStore(tmp_path / "4096" / "b", LAYOUT, capacity=8 * SEGMENT, segment_nbytes=SEGMENT) as other:
+        put(other, keys)
+    assert cli.main(["files", "clear", str(tmp_path), "--identity", "s"]) == 0
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/a/s: cleared, 100 KiB of files removed; 1 running processes keep theirs" in text.replace(
+        "\n", " "
+    )
+    assert not any(running.contains(keys)) and nbytes_of(tmp_path / "a") == SEGMENT
+    assert nbytes_of(tmp_path / "4096") == SEGMENT
+    until(lambda: not any("writer-0001/segment" in name for name in open_files(running)))  # its space is free
+    put(running, keys)
+    with open_store(tmp_path / "a") as again:
+        assert all(again.contains(keys))
+    with FileStore(tmp_path / "4096" / "b", LAYOUT, readonly=True) as other:
+        assert all(other.contains(keys))
+    assert cli.main(["files", "clear", str(tmp_path), f"--json={tmp_path / 'out.json'}"]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["stores"]
+    assert [(Path(one["directory"]).name, one["freed_nbytes"], one["running"]) for one in found] == [
+        ("b", SEGMENT, 0),
+        ("s", 0, 1),
+    ]
+    assert not any(running.contains(keys)) and nbytes_of(tmp_path / "4096") == 0
+    running.close()
+    with FileStore(tmp_path / "4096" / "b", LAYOUT, capacity=8 * SEGMENT, segment_nbytes=SEGMENT) as other:
+        put(other, keys)
+        check(other, keys)
+
+
+def test_what_cannot_be_cleared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no directory"):
+        files.clear(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="holds no store, nor does a folder of it, 3 levels down"):
+        files.clear(tmp_path)
+    with open_store(tmp_path) as store:
+        put(store, keys_of(3))
+        with pytest.raises(ValueError, match=f"{tmp_path} holds no store other; there are s"):
+            files.clear(tmp_path, identity="other")
+        with pytest.raises(ValueError, match="is that of one writer: clear the directory around it"):
+            files.clear(tmp_path / "s" / "writer-0000")
+        assert all(store.contains(keys_of(3)))
+        (tmp_path / "s").chmod(0o770)
+        with pytest.raises(kvswap.Error, match="may be written by other users"):
+            files.clear(tmp_path)
+        (tmp_path / "s").chmod(0o700)
+        assert all(store.contains(keys_of(3)))
+        files.clear(tmp_path / "s")
+        assert not any(store.contains(keys_of(3)))
+
+
+def test_gc_after_a_clear(tmp_path: Path) -> None:
+    """Files without a block of this epoch hold nothing."""
+    with open_one(tmp_path) as store:
+        put(store, keys_of(2 * PER_SEGMENT))
+        store.clear()
+        put(store, keys_of(3))
+    assert cli.main(["files", "gc", str(tmp_path / "one")]) == 0
+    assert nbytes_of(tmp_path) == SEGMENT
+    with open_one(tmp_path) as store:
+        check(store, keys_of(3))

@@ -438,18 +438,58 @@ def test_a_slow_disk_is_waited_for_and_told(
     made.close()
 
 
-def test_clearing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_clearing(tmp_path: Path, shared: bool) -> None:
+    """The pages of all engines, those that have ended too, by whichever engine is asked."""
     pool = HostPool(KV)
-    made, other = storage(tmp_path, pool), storage(tmp_path, pool)
-    save(made, pool, [1, 2], [1, 2])
-    until(lambda: other.batch_exists(keys_of(1, 2)) == 2, "pages of the other engine are not found")
-    other.clear()  # it deletes what it stored
-    assert made.batch_exists(keys_of(1, 2)) == 2 and "4 of 4 blocks failed" in caplog.text
+    ended, made = (storage(tmp_path, pool, extra={"shared": shared}) for _ in range(2))
+    save(ended, pool, [1, 2], [1, 2])
+    ended.close()
+    other = storage(tmp_path, pool, extra={"shared": shared})
+    save(other, pool, [3], [3])
+    until(lambda: made.batch_exists(keys_of(1, 2, 3)) == 3, "pages of the other engines are not found")
     made.clear()
-    assert made.batch_exists(keys_of(1)) == 0
-    assert save(made, pool, [1], [1]) == [True] and made.batch_exists(keys_of(1)) == 1
+    assert [other.exists(key) or made.exists(key) for key in keys_of(1, 2, 3)] == [False] * 3
+    assert save(other, pool, [1], [4]) == [True]
+    until(lambda: made.batch_exists(keys_of(1)) == 1, "what is stored afterwards is not found")
+    assert load(made, pool, [1], [5]) == [True] and pool.bytes_of(5) == pool.bytes_of(4)
     made.close()
     other.close()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_order_of_a_weight_update(tmp_path: Path, right: bool) -> None:
+    """Stop, reset the engine's own tiers, clear, update, resume. If the engine clears first, and backs up a page of its
+    host pool that it made with the older weights, that page is stored: it cannot be told apart (docs/files.md)."""
+    pool = HostPool(KV)
+    made = storage(tmp_path, pool)
+    save(made, pool, [1], [1])
+    host = {2: 2}  # pages in SGLang's host pool, by number: of the older weights
+    if right:
+        host.clear()
+        made.clear()
+    else:
+        made.clear()
+    for number, page in host.items():
+        save(made, pool, [number], [page])
+    assert not made.exists(keys_of(1)[0])
+    assert made.exists(keys_of(2)[0]) == (not right)
+    made.close()
+
+
+def test_a_rank_that_only_reads_clears_too(tmp_path: Path) -> None:
+    """Also before it has found a store."""
+    pool = HostPool(LATENT)
+    for shared in (True, False):
+        extra = {"shared": shared}
+        reader = storage(tmp_path / str(shared), pool, is_mla_model=True, tp_rank=1, tp_size=2, extra=extra)
+        reader.clear()
+        writer = storage(tmp_path / str(shared), pool, is_mla_model=True, tp_rank=0, tp_size=2, extra=extra)
+        save(writer, pool, [1], [1])
+        reader.clear()
+        assert not writer.exists(keys_of(1)[0]) and not reader.exists(keys_of(1)[0])
+        writer.close()
+        reader.close()
 
 
 def test_figures_for_sglangs_metrics(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvswap files check|stat|gc DIR`: inspects and cleans the directory of a file tier.
+"""`kvswap files check|stat|gc|clear DIR`: inspects and cleans the directory of a file tier.
 
 A directory is a store, or has stores in it, at most _DEPTH levels down. A replay of a model with several groups of
 layers makes one a group. An engine's directory has a folder for each layout of blocks, and where writers share it, a
@@ -31,6 +31,7 @@ Found: TypeAlias = "dict[str, Any]"
 _BATCH_NBYTES = 64 << 20  # read at once by check and gc
 _WAIT = 600.0
 _PAGE = 4096
+_EPOCH, _EPOCH_AT, _HEADER_EPOCH_AT = 16, 16, 568  # bytes of an epoch; where it is in its file and in a block's header
 _KEEP_ALL = 1 << 62  # a capacity at which no block is evicted
 _HANG = 17
 _DEPTH = 3  # the deepest layout is LMCache's: SIZE/LAYOUT/writer-NNNN
@@ -52,6 +53,12 @@ def add(commands: Commands[Parser]) -> None:
         one.add_argument("directory", metavar="DIR", type=Path, help=_DIR_HELP[name == "gc"])
         add_json(one)
         one.set_defaults(run=_run, what=name)
+    what = "remove all blocks, for all processes, those that run included, and the files of ended ones"
+    one = own.add_parser("clear", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    one.add_argument("directory", metavar="DIR", type=Path, help=_DIR_HELP[0])
+    one.add_argument("--identity", metavar="NAME", help="of one store only: the name of its folder")
+    add_json(one)
+    one.set_defaults(run=_run_clear)
 
 
 _Action: TypeAlias = Callable[[Path, Output], Found]
@@ -76,6 +83,29 @@ def _run(args: argparse.Namespace) -> int:
     if any(store.get("damaged") for store in found):
         return EXIT_WRONG_BYTES
     return EXIT_DEVICE if any("error" in store for store in found) else EXIT_OK
+
+
+def _run_clear(args: argparse.Namespace) -> int:
+    from kvswap.files import clear
+
+    show = for_person(args)
+    with document(args, "files clear") as out:
+        try:
+            found = clear(args.directory, identity=args.identity)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        for one in found:
+            text = f"{one.directory}: cleared, {format_size(one.freed_nbytes)} of files removed"
+            show(text + (f"; {one.running} running processes keep theirs, for new blocks" if one.running else ""))
+        out.write(
+            {
+                "stores": [
+                    {"directory": str(one.directory), "freed_nbytes": one.freed_nbytes, "running": one.running}
+                    for one in found
+                ]
+            }
+        )
+    return EXIT_OK
 
 
 def _one(action: _Action, directory: Path, show: Output, directories: list[Path]) -> Found:
@@ -249,6 +279,7 @@ def _gc(directory: Path, show: Output) -> Found:
 def _remove_empty(directory: Path) -> int:
     """Removes segments without a block, and what a crash left, under the writer's lock. Unreadable files stay."""
     slot = _PAGE + -(-_layout(directory).block_nbytes // _PAGE) * _PAGE
+    epoch = _epoch(directory)
     removed = 0
     with open(open_regular(directory / "store.kvs"), "rb") as lock:
         try:
@@ -256,7 +287,7 @@ def _remove_empty(directory: Path) -> int:
         except BlockingIOError:  # a writer has opened the store meanwhile, and its files stay
             return 0
         for path in [*directory.glob("segment-*.kvs"), *directory.glob("new.tmp")]:
-            if path.name != "new.tmp" and _holds_anything(path, slot):
+            if path.name != "new.tmp" and _holds_anything(path, slot, epoch):
                 continue
             with contextlib.suppress(OSError):  # a directory stays
                 path.unlink()
@@ -264,14 +295,29 @@ def _remove_empty(directory: Path) -> int:
     return removed
 
 
-def _holds_anything(path: Path, slot: int) -> bool:
-    """Whether any slot has a header, or the file cannot be read."""
+def _epoch(directory: Path) -> bytes:
+    """Of the store. No file: zeros; one that cannot be read: no block's."""
+    place = directory.resolve()
+    if fnmatch.fnmatch(place.name, "writer-[0-9][0-9][0-9][0-9]"):
+        place = place.parent
+    try:
+        with open(open_regular(place / "epoch.kvs"), "rb") as file:
+            return file.read(_EPOCH_AT + _EPOCH)[_EPOCH_AT:]
+    except FileNotFoundError:
+        return bytes(_EPOCH)
+
+
+def _holds_anything(path: Path, slot: int, epoch: bytes) -> bool:
+    """Whether any slot has a header of this epoch, or the file cannot be read."""
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
             if file.read(8) != b"KVSSEGMT":
                 return True
             size = os.fstat(file.fileno()).st_size
-            return any(any(os.pread(file.fileno(), 8, at)) for at in range(_PAGE, size, slot))
+            return any(
+                any(os.pread(file.fileno(), 8, at)) and os.pread(file.fileno(), _EPOCH, at + _HEADER_EPOCH_AT) == epoch
+                for at in range(_PAGE, size, slot)
+            )
     except OSError:
         return True
 

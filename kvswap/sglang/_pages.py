@@ -43,9 +43,7 @@ class PageStore(Protocol):
 
     def store(self, keys: list[bytes], blocks: Any, parts: list[int] | None = None) -> PageTransfer | None: ...
 
-    def delete(self, keys: list[bytes]) -> PageTransfer | None: ...
-
-    def keys(self) -> list[bytes]: ...
+    def clear(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -95,14 +93,9 @@ class Pages:
         return self._move(keys, host_indices, load=False)
 
     def clear(self) -> None:
-        """Delete all pages that this process stored."""
+        """Remove all pages: of files those of all engines, of nodes those that this process stored."""
         assert self.store is not None
-        transfer = self.store.delete(self.store.keys())
-        if transfer is not None:
-            wait(transfer, "deleting", self.name)
-            if transfer.error is not None:
-                failed = len(transfer.failed_blocks)
-                _log.warning("deleting: %d of %d blocks failed: %s", failed, transfer.num_blocks, transfer.error)
+        self.store.clear()
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap import _options
 from kvswap._log import logger
-from kvswap.sglang._pages import Pages, PageStore
+from kvswap.sglang._pages import Pages, PageStore, wait
 from kvswap.sglang._storage import FileStorage
 
 if TYPE_CHECKING:
@@ -59,18 +59,17 @@ class _Nodes:
                 del self._stored[next(iter(self._stored))]
         return self._store.store(keys, blocks, replace=False)
 
-    def delete(self, keys: list[bytes]) -> RemoteTransfer | None:
+    def clear(self) -> None:
+        """Delete what this process stored: nodes do not list theirs."""
+        with self._lock:
+            keys, self._stored = list(self._stored), {}
         if not keys:
-            return None
-        with self._lock:
-            for key in keys:
-                self._stored.pop(key, None)
-        return self._store.delete(keys)
-
-    def keys(self) -> list[bytes]:
-        """What this process stored: nodes do not list theirs."""
-        with self._lock:
-            return list(self._stored)
+            return
+        transfer = self._store.delete(keys)
+        wait(transfer, "deleting", "nodes")
+        if transfer.error is not None:
+            failed = len(transfer.failed_blocks)
+            _log.warning("deleting: %d of %d blocks failed: %s", failed, transfer.num_blocks, transfer.error)
 
     def close(self) -> None:
         self._store.close(5.0)

@@ -221,9 +221,16 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         raise NotImplementedError(_NEEDS_V1)
 
     def clear(self) -> None:
-        """Delete all pages that this process stored."""
+        """Remove all pages of this rank's kinds, those of other engines too, of ended ones included. Error: a directory
+        cannot be written."""
+        failures: list[Exception] = []
         for pages in list(self._pages.values()):
-            pages.clear()
+            try:
+                pages.clear()
+            except Exception as error:  # the others are cleared all the same
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def get_stats(self) -> Any:
         """SGLang's StorageMetrics since the last call, for its own metrics."""

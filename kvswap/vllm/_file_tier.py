@@ -233,6 +233,10 @@ class FileTier(StoreTier):
         self._store, self._readonly = _open(folders, layout, capacity, given)
         self._layout, self._folders = layout, folders
         _log.info("file tier %s: %s, %s", ", ".join(map(str, folders)), self._store, self._store.info)
+        _log.info(
+            "vLLM tells its tiers nothing of weights replaced in a running engine: run kvswap files clear %s then",
+            " ".join(str(folder.parent) for folder in folders),
+        )
 
     def shutdown(self) -> None:
         """Close the store. The next engine of the same identity finds its blocks."""
