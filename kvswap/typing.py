@@ -234,6 +234,7 @@ class FileInfo(TypedDict):
     gds_note: str
     checksum: str
     readonly: bool
+    readonly_note: str  # why a store that was opened for writing is read-only
     block_nbytes: int
     slot_nbytes: int
     segment_nbytes: int

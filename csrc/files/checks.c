@@ -13,6 +13,30 @@ int kvs_file_move_page(struct kvs_file_store *store, int fd, bool write, uint64_
   return kvs_file_move(&store->faults, &span, store->direct);
 }
 
+enum { MOST_DEPTH = 256 };
+
+int kvs_file_check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
+  if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
+  if (s->nmore >= KVS_FILE_DIRECTORIES)
+    return kvs_fail(err, KVS_INVALID, "a store has %zu directories: at most %d", s->nmore + 1, KVS_FILE_DIRECTORIES);
+  if (s->shared && (s->nmore || s->readonly))
+    return kvs_fail(err, KVS_INVALID, "a shared store has one directory, and its readers open it with `shared` too");
+  for (size_t i = 0; i < s->nmore; i++)
+    if (!s->more[i][0]) return kvs_fail(err, KVS_INVALID, "directory %zu is empty", i + 1);
+  if (strlen(s->layout) > KVS_FILE_LAYOUT_NBYTES)
+    return kvs_fail(err, KVS_INVALID, "the layout's text has %zu bytes: at most %d", strlen(s->layout),
+                    KVS_FILE_LAYOUT_NBYTES);
+  if (s->block_nbytes == 0 || s->block_nbytes > KVS_FILE_BLOCK_NBYTES)
+    return kvs_fail(err, KVS_INVALID, "block_nbytes is %llu: must be 1 to 2**40", (unsigned long long)s->block_nbytes);
+  if (s->depth > MOST_DEPTH) return kvs_fail(err, KVS_INVALID, "depth is %u: must be 1 to %d", s->depth, MOST_DEPTH);
+  return KVS_OK;
+}
+
+bool kvs_file_refuses_writes(int status, int code) {
+  return status == KVS_FILE &&
+         (code == ENOSPC || code == EDQUOT || code == EROFS || code == EACCES || code == EPERM || code == EFBIG);
+}
+
 /* A checksum does not protect against deliberate changes. Root always has access. */
 int kvs_file_refuse_writable_by_others(const struct kvs_file_root *root, int fd, const char *name,
                                        struct kvs_error *err) {
@@ -53,4 +77,11 @@ int kvs_file_refuse_layout(const struct kvs_file_store *store, const struct kvs_
 
 void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room) {
   snprintf(path, room, "%s/writer-%04u", directory, number);
+}
+
+/* Where nothing was stored the store is refused with the error of the write. */
+int kvs_file_refuse_empty(const struct kvs_file_store *store, struct kvs_error *err) {
+  bool any = !store->refusal || store->npeers || store->nsegments;
+  for (unsigned i = 0; i < store->nroots; i++) any |= !store->roots[i].fresh;
+  return any ? KVS_OK : kvs_fail(err, KVS_FILE, "%.200s is no store: it has no files", store->settings.directory);
 }

@@ -159,6 +159,10 @@ static bool is_of_writer(int folder) {
 }
 
 static int open_place(struct kvs_file_store *store, unsigned at, int *folder) {
+  if (!store->nroots) { /* a shared store that is read-only */
+    *folder = open(store->settings.directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return *folder < 0 ? errno : 0;
+  }
   const int own = store->roots[at].folder;
   const bool around = store->settings.shared || is_of_writer(own);
   *folder = openat(own, around ? ".." : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* a duplicate would share its lock */
@@ -190,10 +194,11 @@ static void open_file(struct kvs_file_store *store, struct kvs_file_epoch_place 
 
 int kvs_file_epochs_open(struct kvs_file_store *store, struct kvs_error *err) {
   struct kvs_file_epochs *epochs = &store->epochs;
-  for (; epochs->nplaces < store->nroots; epochs->nplaces++) {
+  const unsigned n = store->nroots ? store->nroots : 1;
+  for (; epochs->nplaces < n; epochs->nplaces++) {
     struct kvs_file_epoch_place *place = &epochs->places[epochs->nplaces];
     int code = open_place(store, epochs->nplaces, &place->folder);
-    if (code) return kvs_file_fail(err, code, "opening the directory of %.200s", store->roots[epochs->nplaces].path);
+    if (code) return kvs_file_fail(err, code, "opening the directory of %.200s", store->settings.directory);
     open_file(store, place);
   }
   epochs->now = all_of(epochs);

@@ -23,7 +23,7 @@
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs";
-enum { CHECKPOINTS_AT = KVS_FILE_PAGE };                /* two pages, written alternately */
+enum { CHECKPOINTS_AT = KVS_FILE_PAGE, STATE_NBYTES = 3 * KVS_FILE_PAGE }; /* two pages, written alternately */
 static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* at most so much is verified again after a crash */
 static const int64_t REQUESTS_NS = 10ll * 1000 * 1000 * 1000;
 
@@ -123,6 +123,7 @@ static int write_state(struct kvs_file_store *store, struct kvs_error *err) {
     const struct kvs_file_root *root = &store->roots[i];
     kvs_file_geometry_write(&store->geometry, false, page);
     int code = kvs_file_move_page(store, root->state, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
+    store->unwritable |= code != 0;
     if (code) return kvs_file_fail(err, code, "writing %.200s/%s", root->path, store_name);
   }
   return KVS_OK;
@@ -172,11 +173,14 @@ static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, 
   int status = kvs_file_refuse_writable_by_others(root, root->state, store_name, err);
   if (status) return status;
   if (readonly) return KVS_OK;
-  if (flock(root->state, LOCK_EX | LOCK_NB) == 0) return await_requests(root, deadline, err);
-  return kvs_fail(err, KVS_BUSY,
-                  "%.200s is being written by another process, or open twice in this one: a store has one writer; "
-                  "open it with readonly",
-                  root->path);
+  if (flock(root->state, LOCK_EX | LOCK_NB))
+    return kvs_fail(err, KVS_BUSY,
+                    "%.200s is being written by another process, or open twice in this one: a store has one writer; "
+                    "open it with readonly",
+                    root->path);
+  status = await_requests(root, deadline, err);
+  code = status ? 0 : kvs_file_reserve(&store->faults, root->state, STATE_NBYTES); /* the next opening needs no space */
+  return code ? kvs_file_fail(err, code, "reserving the space of %.200s/%s", root->path, store_name) : status;
 }
 
 /* The name of a new directory and, in a shared one, that of the directory around it. The root of a file system has no
@@ -236,31 +240,48 @@ static int refuse_other_kind(const struct kvs_file_store *store, const struct kv
                   shared ? "the store of one writer" : "shared by several writers", shared ? "without" : "with");
 }
 
-/* A file, or a link to nothing. */
-static bool is_no_directory(const char *path) {
+/* Whether there is a directory; *taken: a file, or a link to nothing. */
+static bool is_directory(const char *path, bool *taken) {
   struct stat info;
-  return stat(path, &info) == 0 ? !S_ISDIR(info.st_mode) : lstat(path, &info) == 0;
+  const bool there = stat(path, &info) == 0, directory = there && S_ISDIR(info.st_mode);
+  *taken = !directory && (there || lstat(path, &info) == 0);
+  return directory;
 }
 
-/* The first directory of a writer that no process writes; made if all are taken. What is none is passed over. */
-static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct kvs_error *err) {
+static int open_base(struct kvs_file_store *store, struct kvs_error *err) {
+  const bool make = !store->settings.readonly;
   struct kvs_file_root base = {.path = (char *)(uintptr_t)store->settings.directory, .folder = -1, .state = -1};
-  struct kvs_file_root *root = &store->roots[0];
-  int status = kvs_file_open_folder(&base, true, err);
+  int status = kvs_file_open_folder(&base, make, err);
   if (!status) status = refuse_other_kind(store, &base, err);
   if (base.folder >= 0) close(base.folder);
-  if (status) return status;
+  return status;
+}
+
+/* The first of the writers' directories that no process writes: of those that exist, where one that cannot be used is
+ * passed over, or a new one. KVS_BUSY: there is none. */
+static int find_writer(struct kvs_file_store *store, bool existing, uint64_t deadline, struct kvs_error *err) {
+  const char *base = store->settings.directory;
+  struct kvs_file_root *root = &store->roots[0];
+  bool taken;
   for (uint32_t i = 0; i < KVS_FILE_WRITERS; i++) {
     store->writer = i;
-    kvs_file_writer_path(base.path, i, root->path, strlen(base.path) + 32);
-    if (is_no_directory(root->path)) continue;
-    status = kvs_file_open_folder(root, true, err);
+    kvs_file_writer_path(base, i, root->path, strlen(base) + 32);
+    if (is_directory(root->path, &taken) != existing || taken) continue;
+    int status = kvs_file_open_folder(root, true, err);
     if (!status) status = open_state(store, root, deadline, err);
-    if (status != KVS_BUSY) return status;
+    if (status != KVS_BUSY && !(existing && status == KVS_FILE)) return status;
     kvs_file_unlock_directories(store, true);
   }
-  return kvs_fail(err, KVS_NO_ROOM, "%.200s has %d writers, all of which run: no more are possible", base.path,
-                  KVS_FILE_WRITERS);
+  return KVS_BUSY;
+}
+
+static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct kvs_error *err) {
+  int status = open_base(store, err);
+  if (!status) status = find_writer(store, true, deadline, err);
+  if (status == KVS_BUSY) status = find_writer(store, false, deadline, err);
+  if (status != KVS_BUSY) return status;
+  return kvs_fail(err, KVS_NO_ROOM, "%.200s has %d writers, all of which run: no more are possible",
+                  store->settings.directory, KVS_FILE_WRITERS);
 }
 
 /* -- sets of directories ------------------------------------------------------------------------------------------- */
@@ -400,6 +421,10 @@ static void try_direct(struct kvs_file_store *store) {
     snprintf(store->direct_note, sizeof store->direct_note, "not asked for");
     return;
   }
+  if (!store->nroots) {
+    snprintf(store->direct_note, sizeof store->direct_note, "the store serves read-only");
+    return;
+  }
   for (unsigned i = 0; !code && i < store->nroots; i++) {
     code = kvs_file_openat(&store->faults, store->roots[i].folder, store_name, O_RDONLY | O_DIRECT, &fd);
     if (code) break;
@@ -419,7 +444,7 @@ static void try_direct(struct kvs_file_store *store) {
 int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *err) {
   const uint64_t deadline = kvs_deadline(REQUESTS_NS);
   int status = KVS_OK;
-  if (store->settings.shared) status = open_writer(store, deadline, err);
+  if (store->settings.shared) status = store->nroots ? open_writer(store, deadline, err) : open_base(store, err);
   for (unsigned i = 0; !store->settings.shared && !status && i < store->nroots; i++) {
     status = kvs_file_open_folder(&store->roots[i], !store->settings.readonly, err);
     if (!status) status = refuse_other_kind(store, &store->roots[i], err);

@@ -53,6 +53,7 @@ static bool is_wanted(struct kvs_file_store *store) {
 /* Open the store's own file with the flags of a segment. */
 static int open_sample(struct kvs_file_store *store) {
   int fd, flags = (store->settings.readonly ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
+  if (!store->nroots) return -1;
   return kvs_file_openat(&store->faults, store->roots[0].folder, "store.kvs", flags, &fd) ? -1 : fd;
 }
 

@@ -167,11 +167,13 @@ static void dispatch_locked(struct kvs_file_item *item) {
     kvs_file_item_finish_locked(item, KVS_MISSING, 0);
   } else if (transfer->kind == KVS_FILE_DROP && !there && entry->stale == KVS_NO_SLOT) {
     kvs_file_item_finish_locked(item, KVS_OK, 0);
-  } else if (transfer->kind == KVS_FILE_DROP && entry->foreign) {
+  } else if (transfer->kind == KVS_FILE_DROP && entry->foreign && !transfer->store->refusal) {
     kvs_file_item_finish_locked(item, KVS_UNSUPPORTED, 0);
   } else if (transfer->kind == KVS_FILE_PUT && !transfer->replace && there) {
     item->kept = true;
     kvs_file_item_finish_locked(item, KVS_OK, 0);
+  } else if (!reads(item) && transfer->store->refusal) {
+    kvs_file_item_finish_locked(item, KVS_FILE, transfer->store->refusal);
   } else if (transfer->gate && !(transfer->pools && transfer->kind == KVS_FILE_PUT)) {
     kvs_file_mover_push(item);
   } else {

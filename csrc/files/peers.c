@@ -29,7 +29,7 @@ static bool is_known(const struct kvs_file_store *store, uint32_t number) {
 }
 
 static void close_peer(struct kvs_file_peer *peer) {
-  kvs_file_notices_unmap(&peer->notices);
+  kvs_file_notices_close(&peer->notices);
   if (peer->root.folder >= 0) close(peer->root.folder);
   free(peer->root.path);
 }
@@ -51,19 +51,28 @@ static int match_geometry(struct kvs_file_store *store, unsigned at, bool *ready
   return KVS_OK;
 }
 
+/* False: a writer that is only just being made, or another user's. Where a writer that has ended left no notices, its
+ * blocks are found by their headers. */
+static bool hear(struct kvs_file_store *store, struct kvs_file_peer *peer) {
+  struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+  if (kvs_file_notices_open(&store->faults, peer->root.folder, &peer->notices) == 0) return true;
+  return fcntl(peer->root.folder, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
 /* A writer that is only just being made is found the next time. With peers_lock, or while the store is being opened. */
 static int add_peer(struct kvs_file_store *store, uint32_t number, struct kvs_error *err) {
   const unsigned at = store->npeers;
   struct kvs_file_peer *peer = &store->peers[at];
   const size_t room = strlen(store->settings.directory) + 32;
   bool ready = false;
-  *peer = (struct kvs_file_peer){.root = {.folder = -1, .state = -1}, .number = number, .rescan = true};
+  *peer = (struct kvs_file_peer){
+      .root = {.folder = -1, .state = -1}, .number = number, .notices = {.fd = -1}, .rescan = true};
   peer->root.path = malloc(room);
   if (!peer->root.path) return kvs_fail(err, KVS_NOMEM, "no memory for another writer");
   kvs_file_writer_path(store->settings.directory, number, peer->root.path, room);
   int status = kvs_file_open_folder(&peer->root, false, err);
   if (!status) status = match_geometry(store, at, &ready, err);
-  if (!status && ready) ready = kvs_file_notices_map(&store->faults, peer->root.folder, &peer->notices) == 0;
+  if (!status && ready) ready = hear(store, peer);
   if (status || !ready) {
     close_peer(peer);
     return status;
@@ -126,7 +135,10 @@ static bool catch_up_peer_locked(struct kvs_file_store *store, unsigned at) {
   struct kvs_file_notice notice;
   while (!peer->rescan && !peer->adopt) {
     enum kvs_file_noticed noticed = kvs_file_notices_next(&peer->notices, &notice);
-    if (noticed == KVS_FILE_NOTHING_NEW) return true;
+    if (noticed == KVS_FILE_NOTHING_NEW || noticed == KVS_FILE_UNHEARD) {
+      peer->unheard |= noticed == KVS_FILE_UNHEARD;
+      return true;
+    }
     peer->rescan = noticed == KVS_FILE_BEHIND || notice.slot >= slots;
     if (peer->rescan) break;
     uint32_t segment = find_segment_locked(store, store->nroots + at, notice.segment, peer->last);
@@ -149,6 +161,33 @@ void kvs_file_catch_up_locked(struct kvs_file_store *store) {
 }
 
 /* -- the watcher --------------------------------------------------------------------------------------------------- */
+
+/* The file of a peer's notices was missing or cut: open what is there now. Then its headers are read. */
+static void hear_again(struct kvs_file_store *store, struct kvs_file_peer *peer) {
+  struct kvs_file_notices anew = {.fd = -1};
+  if (kvs_file_notices_open(&store->faults, peer->root.folder, &anew)) return;
+  pthread_mutex_lock(&store->lock);
+  struct kvs_file_notices before = peer->notices;
+  peer->notices = anew;
+  peer->unheard = false;
+  peer->rescan = true;
+  pthread_mutex_unlock(&store->lock);
+  kvs_file_notices_close(&before);
+}
+
+/* The own notices: where they were cut or replaced they begin anew. */
+static void mend_notices(struct kvs_file_store *store) {
+  struct kvs_file_notices anew = {.fd = -1};
+  const int folder = store->nroots ? store->roots[0].folder : -1;
+  if (folder < 0 || kvs_file_notices_are_whole(folder, &store->notices)) return;
+  if (kvs_file_notices_make(&store->faults, folder, &anew)) return;
+  pthread_mutex_lock(&store->lock);
+  struct kvs_file_notices before = store->notices;
+  store->notices = anew;
+  store->notices.lost = true; /* what was published meanwhile went to the file before */
+  pthread_mutex_unlock(&store->lock);
+  kvs_file_notices_close(&before);
+}
 
 /* Segments that cannot be opened are left out, and their notices skipped. */
 static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_error *err) {
@@ -176,6 +215,11 @@ static int serve_peers(struct kvs_file_store *store, bool look, bool *unread, st
   struct kvs_error failure;
   pthread_mutex_lock(&store->peers_lock);
   int status = look ? kvs_file_peers_find(store, err) : KVS_OK;
+  if (look) mend_notices(store);
+  for (unsigned i = 0; look && i < store->npeers; i++) {
+    struct kvs_file_peer *peer = &store->peers[i];
+    if (peer->unheard || !kvs_file_notices_are_whole(peer->root.folder, &peer->notices)) hear_again(store, peer);
+  }
   for (unsigned i = 0; i < store->npeers; i++) {
     int served = serve_peer(store, i, &failure);
     *unread |= served == KVS_FILE;
@@ -214,7 +258,7 @@ static void *watch(void *arg) {
 }
 
 int kvs_file_peers_start(struct kvs_file_store *store, struct kvs_error *err) {
-  int code = kvs_file_notices_make(&store->faults, store->roots[0].folder, &store->notices);
+  int code = store->nroots ? kvs_file_notices_make(&store->faults, store->roots[0].folder, &store->notices) : 0;
   if (code) return kvs_file_fail(err, code, "making notices.kvs in %.200s", store->roots[0].path);
   bool unread = false;
   int status = serve_peers(store, true, &unread, err);
@@ -238,10 +282,10 @@ void kvs_file_peers_close(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
   struct kvs_file_notices own = store->notices;
   const unsigned npeers = store->npeers;
-  store->notices.page = NULL;
+  store->notices.fd = -1;
   store->npeers = 0;
   pthread_mutex_unlock(&store->lock);
-  kvs_file_notices_unmap(&own);
+  kvs_file_notices_close(&own);
   for (unsigned i = 0; i < npeers; i++) close_peer(&store->peers[i]);
 }
 

@@ -58,7 +58,7 @@ void kvs_file_set_slot_locked(struct kvs_file_store *store, struct kvs_file_entr
   entry->foreign = slot != KVS_NO_SLOT && kvs_file_is_foreign(store, slot);
   const bool has = slot != KVS_NO_SLOT && !entry->foreign;
   if (has && before != KVS_NO_SLOT && !had && entry->other == KVS_NO_SLOT) entry->other = before;
-  if (!store->notices.page) return;
+  if (store->notices.fd < 0) return;
   if (had && !has) tell_locked(store, entry, before, true);
   if (has) tell_locked(store, entry, slot, false);
 }

@@ -13,7 +13,7 @@
 #include "files/mover.h"
 #include "files/store.h"
 
-enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
+enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32 };
 static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;
 
 /* -- stores of the process ----------------------------------------------------------------------------------------- */
@@ -107,23 +107,6 @@ static void end_faults(struct kvs_file_store *store) {
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-static int check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
-  if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
-  if (s->nmore >= KVS_FILE_DIRECTORIES)
-    return kvs_fail(err, KVS_INVALID, "a store has %zu directories: at most %d", s->nmore + 1, KVS_FILE_DIRECTORIES);
-  if (s->shared && (s->nmore || s->readonly))
-    return kvs_fail(err, KVS_INVALID, "a shared store has one directory, and its readers open it with `shared` too");
-  for (size_t i = 0; i < s->nmore; i++)
-    if (!s->more[i][0]) return kvs_fail(err, KVS_INVALID, "directory %zu is empty", i + 1);
-  if (strlen(s->layout) > KVS_FILE_LAYOUT_NBYTES)
-    return kvs_fail(err, KVS_INVALID, "the layout's text has %zu bytes: at most %d", strlen(s->layout),
-                    KVS_FILE_LAYOUT_NBYTES);
-  if (s->block_nbytes == 0 || s->block_nbytes > KVS_FILE_BLOCK_NBYTES)
-    return kvs_fail(err, KVS_INVALID, "block_nbytes is %llu: must be 1 to 2**40", (unsigned long long)s->block_nbytes);
-  if (s->depth > MOST_DEPTH) return kvs_fail(err, KVS_INVALID, "depth is %u: must be 1 to %d", s->depth, MOST_DEPTH);
-  return KVS_OK;
-}
-
 /* About sixteen segments fill the capacity, so at most a tenth is unused; segments are neither tiny nor huge. */
 static uint64_t segment_size(const struct kvs_file_settings *s) {
   const uint64_t least = 16ull << 20, most = 1ull << 30;
@@ -182,8 +165,10 @@ static void free_roots(struct kvs_file_store *store) {
 }
 
 static bool make_roots(struct kvs_file_store *store, const struct kvs_file_settings *settings) {
-  store->nroots = 1 + (unsigned)settings->nmore;
-  store->roots = calloc(store->nroots, sizeof *store->roots);
+  const bool none = settings->shared && settings->readonly; /* the blocks are those of the peers */
+  store->nroots = none ? 0 : 1 + (unsigned)settings->nmore;
+  store->writer = KVS_FILE_WRITERS;
+  store->roots = calloc(store->nroots + 1, sizeof *store->roots);
   if (!store->roots) store->nroots = 0;
   for (unsigned i = 0; i < store->nroots; i++) {
     store->roots[i] = (struct kvs_file_root){.folder = -1, .state = -1};
@@ -193,7 +178,7 @@ static bool make_roots(struct kvs_file_store *store, const struct kvs_file_setti
     strcpy(store->roots[i].path, path);
   }
   if (settings->shared) store->peers = calloc(KVS_FILE_WRITERS, sizeof *store->peers);
-  return store->nroots > 0 && (store->peers || !settings->shared);
+  return store->roots && (store->peers || !settings->shared);
 }
 
 static void free_store(struct kvs_file_store *store) {
@@ -242,6 +227,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   store->settings.more = NULL;
   store->settings.layout = store->geometry.layout;
   if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
+  store->notices.fd = -1;
   store->gds_mode = "off";
   snprintf(store->gds_note, sizeof store->gds_note, "the store has no device");
   pthread_mutex_init(&store->lock, NULL);
@@ -259,17 +245,23 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
 static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   if (store->settings.readonly) return KVS_OK;
   int code = kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), false);
+  store->unwritable |= code != 0;
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
-static int open_store(const struct kvs_file_settings *settings, struct kvs_file_store **opened, struct kvs_error *err) {
+/* `refused`: why the store cannot be written; NULL: it can, as far as is known. *unwritable: it cannot. */
+static int open_store(const struct kvs_file_settings *settings, const struct kvs_error *refused,
+                      struct kvs_file_store **opened, bool *unwritable, struct kvs_error *err) {
   struct kvs_file_store *store = new_store(settings, err);
   if (!store) return KVS_NOMEM;
+  store->refusal = refused ? refused->code : 0;
+  if (refused) snprintf(store->readonly_note, sizeof store->readonly_note, "%.239s", refused->message);
   enter_list(store);
   inject_at_open(store);
   int status = kvs_file_open_directories(store, err);
   if (!status && settings->shared) status = kvs_file_peers_find(store, err);
   if (!status) status = kvs_file_open_segments(store, err);
+  if (!status) status = kvs_file_refuse_empty(store, err);
   if (!status) status = kvs_file_epochs_open(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
@@ -277,6 +269,7 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   if (!status) status = open_engine(store, err);
   if (!status) status = kvs_file_epochs_start(store, err);
   if (!status && settings->shared) status = kvs_file_peers_start(store, err);
+  *unwritable = status && (store->unwritable || kvs_file_refuses_writes(status, err->code));
   if (status) {
     if (store->worker) {
       kvs_file_queue_close(&store->queue);
@@ -312,6 +305,19 @@ static bool await_closer(unsigned since, uint64_t deadline) {
   return more;
 }
 
+/* A store whose disk refuses writes (it is full, or read-only) serves what is there. If that is nothing, the error is
+ * that of the write. */
+static int open_writable(const struct kvs_file_settings *settings, struct kvs_file_store **opened,
+                         struct kvs_error *err) {
+  struct kvs_file_settings reads = *settings;
+  struct kvs_error ignored;
+  bool unwritable;
+  int status = open_store(settings, NULL, opened, &unwritable, err);
+  if (!unwritable || settings->readonly) return status;
+  reads.readonly = true;
+  return open_store(&reads, err, opened, &unwritable, &ignored) ? status : KVS_OK;
+}
+
 /* If the last handle of this directory was just dropped in this process, a thread is closing that store: wait for the
  * thread. */
 int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
@@ -319,11 +325,11 @@ int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store 
   const uint64_t deadline = kvs_deadline(CLOSE_NS);
   int status = KVS_CHECK_RESERVED(&own, "kvs_file_settings", err);
   unsigned since;
-  if (!status) status = check_settings(&own, err);
+  if (!status) status = kvs_file_check_settings(&own, err);
   if (status) return status;
   do {
     since = count_closed(); /* before: a thread may end just after the store was found busy */
-    status = open_store(&own, opened, err);
+    status = open_writable(&own, opened, err);
   } while (status == KVS_BUSY && await_closer(since, deadline));
   return status;
 }
@@ -562,6 +568,7 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
       .gds = store->gds_mode,
       .checksum = kvs_crc32c_how(),
       .readonly = store->settings.readonly,
+      .readonly_note = store->readonly_note,
       .block_nbytes = store->geometry.block_nbytes,
       .slot_nbytes = store->geometry.slot_nbytes,
       .segment_nbytes = store->geometry.segment_nbytes,

@@ -46,6 +46,7 @@ struct kvs_file_peer {
   struct kvs_file_root root;       /* without a state */
   uint32_t number;                 /* in the name of its directory */
   struct kvs_file_notices notices; /* guarded by store->lock, as are the fields below */
+  bool unheard;                    /* for the watcher: its notices were cut or removed */
   bool adopt, rescan;              /* for the watcher: open its new segments; read all its headers */
   uint64_t tried;                  /* the notice for which segments were opened last, plus one */
   uint32_t last;                   /* the segment of its last notice */
@@ -59,8 +60,11 @@ struct kvs_file_store {
   unsigned fork_generation;
   struct kvs_file_settings settings; /* directory and layout point to the store's own copies; `more` is NULL */
   struct kvs_file_geometry geometry;
+  int refusal; /* read-only, because the disk refuses writes: why stores and deletes fail, an errno; 0: it does not */
+  char readonly_note[240];     /* the same in words */
+  bool unwritable;             /* at open: a page of the store's file could not be written */
   bool geometry_known;         /* from a store's file; otherwise taken from the first segment */
-  struct kvs_file_root *roots; /* own directories */
+  struct kvs_file_root *roots; /* own directories; none: a shared store that is read-only */
   unsigned nroots;
   uint32_t writer;                 /* shared: number in the name of the own directory */
   struct kvs_file_notices notices; /* shared: of the own blocks; published under lock */
@@ -151,6 +155,10 @@ void kvs_file_leave_locked(struct kvs_file_store *);
 void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room); /* in a shared one */
 /* Move a whole page: 0 or an errno. The store's own files are never opened with O_DIRECT. */
 int kvs_file_move_page(struct kvs_file_store *, int fd, bool write, uint64_t offset, void *page, bool dsync);
+/* Whether a call failed because the disk refuses to be written: what is on it may still be read. */
+bool kvs_file_refuses_writes(int status, int code);
+int kvs_file_check_settings(const struct kvs_file_settings *, struct kvs_error *);
+int kvs_file_refuse_empty(const struct kvs_file_store *, struct kvs_error *); /* at open, where it cannot be written */
 /* Refuse files that other users may write. `name`: in the directory; empty: the directory itself. */
 int kvs_file_refuse_writable_by_others(const struct kvs_file_root *, int fd, const char *name, struct kvs_error *);
 bool kvs_file_same_layout(const struct kvs_file_geometry *, const struct kvs_file_geometry *);

@@ -132,6 +132,12 @@ int kvs_file_allocate(struct kvs_file_faults *faults, int fd, uint64_t nbytes) {
   }
 }
 
+int kvs_file_reserve(struct kvs_file_faults *faults, int fd, uint64_t nbytes) {
+  struct stat info;
+  bool there = fstat(fd, &info) == 0 && (uint64_t)info.st_size >= nbytes && (uint64_t)info.st_blocks * 512 >= nbytes;
+  return there ? 0 : kvs_file_allocate(faults, fd, nbytes);
+}
+
 /* Checked before open (a pipe would block) and after it (the file may have been replaced in between). */
 static int open_regular(int folder, const char *name, int flags, int *fd) {
   struct stat info;
@@ -197,5 +203,7 @@ int kvs_file_fail(struct kvs_error *err, int code, const char *format, ...) {
   va_start(args, format);
   vsnprintf(what, sizeof what, format, args);
   va_end(args);
-  return kvs_fail(err, KVS_FILE, "%s: %s", what, kvs_file_error_text(code, text));
+  kvs_fail(err, KVS_FILE, "%s: %s", what, kvs_file_error_text(code, text));
+  err->code = code;
+  return KVS_FILE;
 }

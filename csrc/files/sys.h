@@ -76,6 +76,8 @@ int kvs_file_move(struct kvs_file_faults *, struct kvs_file_span *, bool direct)
 
 /* Reserve space for a file: 0 or an errno. If the file system cannot reserve space, the file is extended. */
 int kvs_file_allocate(struct kvs_file_faults *, int fd, uint64_t nbytes);
+/* The same, if it is not reserved already: some file systems ask for the space again. */
+int kvs_file_reserve(struct kvs_file_faults *, int fd, uint64_t nbytes);
 /* Open a regular file, created with mode 0600. Other kinds are refused: opening a pipe could block, and opening a
  * device could have side effects. */
 int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd);

@@ -163,7 +163,7 @@ static int check_call(const struct kvs_file_store *store, enum kvs_file_kind kin
                       const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
                       struct kvs_error *err) {
   int status = check_blocks(keys, blocks, options, err);
-  if (!status && store->settings.readonly && kind != KVS_FILE_GET)
+  if (!status && store->settings.readonly && !store->refusal && kind != KVS_FILE_GET)
     status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
   return status;
 }

@@ -144,6 +144,12 @@ static int open_store(struct kvs_py_state *state, const struct kvs_file_settings
   if (kvs_py_apart(state, do_open, discard_opening, opening) < 0) return -1;
   *store = opening->store;
   free_opening(opening);
+  struct kvs_file_info info;
+  kvs_file_get_info(*store, &info);
+  if (info.readonly_note[0] != '\0' &&
+      kvs_py_say("warning", "the file store is read-only until it is opened again, and stores and deletes fail: %s",
+                 info.readonly_note) < 0)
+    return -1;
   return kvs_py_say_engine(state, settings, *store);
 }
 

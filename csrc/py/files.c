@@ -244,13 +244,13 @@ static PyObject *store_info(PyObject *self, void *unused) {
   (void)unused;
   struct kvs_file_info info;
   kvs_file_get_info(kvs_py_file_core(self), &info);
-  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine,
+  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:s, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine,
                        "engine_note", info.engine_note, "direct", info.direct ? Py_True : Py_False, "direct_note",
                        info.direct_note, "gds", info.gds, "gds_note", info.gds_note, "checksum", info.checksum,
-                       "readonly", info.readonly ? Py_True : Py_False, "block_nbytes",
-                       (unsigned long long)info.block_nbytes, "slot_nbytes", (unsigned long long)info.slot_nbytes,
-                       "segment_nbytes", (unsigned long long)info.segment_nbytes, "capacity",
-                       (unsigned long long)info.capacity, "depth", info.depth);
+                       "readonly", info.readonly ? Py_True : Py_False, "readonly_note", info.readonly_note,
+                       "block_nbytes", (unsigned long long)info.block_nbytes, "slot_nbytes",
+                       (unsigned long long)info.slot_nbytes, "segment_nbytes", (unsigned long long)info.segment_nbytes,
+                       "capacity", (unsigned long long)info.capacity, "depth", info.depth);
 }
 
 static PyObject *store_block_nbytes(PyObject *self, void *unused) {
