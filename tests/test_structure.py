@@ -73,7 +73,7 @@ ROWS = [
     {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},
-    {"files/gds.h", "files/mover.h", "files/current.h", "files/spans.h"},
+    {"files/segment.h", "files/gds.h", "files/mover.h", "files/current.h", "files/spans.h"},
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
 PURE = (

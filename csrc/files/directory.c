@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "base/wait.h"
+#include "files/segment.h"
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs";

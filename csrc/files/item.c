@@ -23,6 +23,7 @@
 #include "files/current.h"
 #include "files/gds.h"
 #include "files/mover.h"
+#include "files/segment.h"
 #include "files/spans.h"
 #include "files/store.h"
 

@@ -16,6 +16,7 @@
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "files/segment.h"
 #include "files/store.h"
 
 static const int64_t LOOK_NS = 200 * 1000 * 1000; /* between looks for new writers */

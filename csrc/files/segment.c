@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "files/segment.h"
 #include "files/store.h"
 
 static const char new_name[] = "new.tmp";

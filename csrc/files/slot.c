@@ -16,6 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "files/segment.h"
 #include "files/store.h"
 
 static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000, WRITE_AGAIN_NS = 2ull * 1000 * 1000 * 1000;

@@ -176,28 +176,11 @@ void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
 /* files/slot.c: change where a key's block is, and tell the other processes. */
 void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
 
-/* files/segment.c: the segments in the directories. */
-void kvs_file_segment_name(uint32_t number, char name[32]);
-/* Numbers of the segments of a directory that are not open, ascending; the caller frees the list. */
-int kvs_file_list_segments(struct kvs_file_store *, unsigned root, uint32_t **numbers, size_t *count,
-                           struct kvs_error *);
-int kvs_file_most_segments(const struct kvs_file_store *, uint64_t *most, struct kvs_error *); /* within capacity */
-int kvs_file_size_segments(struct kvs_file_store *, struct kvs_error *); /* room for the list of segments */
-void kvs_file_remove_old_segments(struct kvs_file_store *);              /* at open, if the capacity was reduced */
-int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add new segments, mark unlinked ones */
-int kvs_file_adopt_from(struct kvs_file_store *, unsigned root, struct kvs_error *); /* the same, of one directory */
-void kvs_file_note_removed(struct kvs_file_store *, unsigned root);
-void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments, unless a transfer may read there */
-/* Make a segment with the first unused number from *number on; it is not listed. 0 or an errno. One thread, no lock. */
-int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
-/* Under lock; 0 or ENOMEM. *at: its position in the list. */
-int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut, uint32_t *at);
-/* Of a truncated file: reserve its space and write its first page again. 0 or an errno. Own segments only; no lock. */
-int kvs_file_segment_repair(struct kvs_file_store *, uint32_t at);
-int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* zero a header page: 0 or an errno */
+/* files/directory.c: checkpoints. */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
 int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 void kvs_file_checkpoint_if_due(struct kvs_file_store *);                             /* after a write; no lock */
+/* files/slot.c */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
 
 /* Open a directory and check who may write it. `make`: create it if missing. */
