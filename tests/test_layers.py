@@ -1,4 +1,6 @@
-"""Who calls whom in C, by the symbols of the objects: no file calls one above it. docs/architecture.md draws it."""
+"""A folder of csrc/ is a layer: calls and includes point downward. docs/architecture.md draws the layers.
+
+Calls are seen by the symbols of the objects, includes by the text."""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from conftest import ROOT
 CSRC = ROOT / "csrc"
 CC = os.environ.get("CC") or "cc"
 
-# From the top down. A folder may call itself and the folders of later rows. "": status.c, beside the public headers.
+# From the top down. A folder may call and include itself and the folders of later rows. "": the public headers,
+# private.h and status.c.
 FOLDERS = [
+    {"py"},
     {"offload", "files", "hostpool", "ipc", "remote"},
     {"engine"},
     {"calls"},
@@ -65,6 +69,17 @@ def compile_to(folder: Path, source: Path, name: str) -> Path:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return target
+
+
+def defined_in(objects: dict[str, Path]) -> dict[str, set[str]]:
+    """The symbols that each file defines."""
+    names = {str(target): name for name, target in objects.items()}
+    run = subprocess.run(["nm", "-A", *names], capture_output=True, text=True, check=True)
+    found: dict[str, set[str]] = {}
+    for target, kind, symbol in re.findall(r"^([^:]+):\S*\s+(\w)\s+(kvs_\w+)$", run.stdout, re.MULTILINE):
+        if kind in "TDBRV":
+            found.setdefault(names[target], set()).add(symbol)
+    return found
 
 
 def calls_between(objects: dict[str, Path]) -> Graph:
@@ -141,6 +156,74 @@ def test_no_file_calls_one_above_it(objects: dict[str, Path], tmp_path: Path) ->
     )
     with_planted = {**objects, "plan/planted.c": compile_to(tmp_path, planted, "planted")}
     assert upward(calls_between(with_planted)) == ["plan/planted.c calls paths/submit.c: kvs_submit"]
+
+
+def includes(path: Path) -> list[str]:
+    """The headers of csrc/ that a file includes, as they are seen from there."""
+    found = []
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+        beside = (path.parent / name).resolve()
+        inside = str(beside.relative_to(CSRC)) if beside.exists() else name
+        if (CSRC / inside).exists():
+            found.append(inside)
+    return found
+
+
+def upward_includes(included: dict[str, list[str]]) -> list[str]:
+    return [
+        f"{name} includes {other}"
+        for name, others in included.items()
+        for other in others
+        if rank(other) < rank(name)
+        or (rank(other) == rank(name) and other.rpartition("/")[0] != name.rpartition("/")[0])
+    ]
+
+
+def test_includes_point_downward() -> None:
+    files = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h"))
+    included = {str(path.relative_to(CSRC)): includes(path) for path in files}
+    assert len(included) > 200
+    assert upward_includes(included) == []
+    headers = [name for name in included if "/" in name and name.endswith(".h")]
+    assert rings({name: {other: {name} for other in included[name] if other in headers} for name in headers}) == []
+    assert upward_includes({"lanes/lane.h": ["paths/path.h"]}) == ["lanes/lane.h includes paths/path.h"]
+
+
+def test_the_bindings_see_no_structs_of_the_core() -> None:
+    seen, todo = set[str](), [str(path.relative_to(CSRC)) for path in (CSRC / "py").glob("*.[ch]")]
+    while todo:
+        for name in includes(CSRC / todo.pop()):
+            if name not in seen:
+                seen.add(name)
+                todo.append(name)
+    assert "private.h" in seen and "lanes/state.h" not in seen
+
+
+LABEL = r"/\* (?:-- )?([\w/]+\.c)\b"
+PROTOTYPE = r"^\w[\w *]*?\b(kvs_\w+)\("
+
+
+def mislabelled(header: str, text: str, owner: dict[str, str]) -> list[str]:
+    """Functions that the header declares for a file other than its own, or other than its last label names."""
+    file, wrong = header[:-2] + ".c", []
+    for label, name in re.findall(rf"^{LABEL}|{PROTOTYPE}", text, re.MULTILINE):
+        if label:
+            file = label if "/" in label else f"{header.rpartition('/')[0]}/{label}"
+        elif name in owner and owner[name] != file:
+            wrong.append(f"{header} has {name} under {file}; {owner[name]} defines it")
+    return wrong
+
+
+def test_headers_declare_what_their_file_defines(objects: dict[str, Path]) -> None:
+    """Or say which file does, in a label above."""
+    public = {path.name for path in CSRC.glob("kvswap*.h")}
+    owner = {symbol: name for name, symbols in defined_in(objects).items() for symbol in symbols}
+    wrong = []
+    for path in sorted(CSRC.rglob("*.h")):
+        if path.name not in public:
+            wrong += mislabelled(str(path.relative_to(CSRC)), path.read_text(), owner)
+    assert wrong == []
+    assert mislabelled("lanes/a.h", "/* b.c */\nint kvs_c(void);", {"kvs_c": "lanes/c.c"}) != []
 
 
 def test_a_ring_is_found() -> None:

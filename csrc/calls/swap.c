@@ -9,6 +9,7 @@
 #include "lanes/registry.h"
 #include "lanes/state.h"
 #include "memory/cover.h"
+#include "memory/watch.h"
 #include "paths/choose.h"
 #include "paths/submit.h"
 

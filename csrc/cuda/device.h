@@ -33,6 +33,7 @@ int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, stru
 /* Restores the thread state. Returns the status of `code`, the result of `operation` inside the scope. */
 int kvs_cuda_leave(struct kvs_cuda_scope *scope, int code, const char *operation, struct kvs_error *err);
 
+/* memory.c */
 /* Memory: cuda/memory.c */
 int kvs_cuda_alloc(struct kvs_device *, size_t nbytes, uint64_t *ptr, struct kvs_error *);
 int kvs_cuda_free(struct kvs_device *, uint64_t ptr, struct kvs_error *);
@@ -55,6 +56,7 @@ int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, 
 /* Sharing with other processes: cuda/share.c */
 extern const struct kvs_share_ops kvs_cuda_share_ops;
 
+/* range.c */
 /* Chunks: cuda/range.c */
 int kvs_cuda_chunk_granularity(struct kvs_device *, uint64_t *nbytes, struct kvs_error *);
 int kvs_cuda_range_reserve(struct kvs_device *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
@@ -64,12 +66,14 @@ int kvs_cuda_chunk_unmap(struct kvs_device *, uint64_t at, uint64_t nbytes, stru
 int kvs_cuda_chunk_query(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
 int kvs_cuda_chunk_share(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
 
+/* kernels.c */
 /* Kernels: cuda/kernels.c. A load failure does not fail the device: info.kernels and info.kernels_note have the result.
  * Call inside a scope. */
 void kvs_cuda_kernels_load(struct kvs_cuda_device *);
 void kvs_cuda_kernels_unload(struct kvs_cuda_device *);
 int kvs_cuda_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 
+/* info.c */
 /* Functions that need no context: cuda/info.c. Checks the ordinal (KVS_RANGE). */
 int kvs_cuda_device_get(const struct kvs_cuda_driver *cu, int ordinal, kvs_cu_device *handle, struct kvs_error *err);
 

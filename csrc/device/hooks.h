@@ -22,6 +22,7 @@ struct kvs_fault {
   uint64_t delay_ns;
 };
 
+/* device.c */
 /* Faults. Set at any time; counters of that kind start again at 0. */
 int kvs_dev_fault_set(struct kvs_device *, enum kvs_fault_kind, const struct kvs_fault *, struct kvs_error *);
 /* Every path passes its planned copies through this. KVS_FAULT_SKIP drops entries. KVS_FAULT_FAIL moves them behind the

@@ -1,5 +1,5 @@
 /* Engines: opening, the registry, waiting, and the end of the process. */
-#include "engine/engine.h"
+#include "lanes/state.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -7,11 +7,14 @@
 #include <string.h>
 
 #include "base/thread.h"
+#include "base/wait.h"
 #include "lanes/buffers.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"
+#include "memory/memory.h"
+#include "memory/reclaim.h"
 #include "paths/calibration.h"
 #include "paths/slots.h"
 #include "racecheck/racecheck.h"

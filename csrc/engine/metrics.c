@@ -2,6 +2,7 @@
  * for long, and wait for none. */
 #include "engine/metrics.h"
 
+#include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"

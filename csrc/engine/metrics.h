@@ -68,6 +68,7 @@ struct kvs_file_metrics {
   uint64_t unfinished_load_blocks, unfinished_store_blocks; /* now */
   uint64_t oldest_ns;                                       /* age of the oldest unfinished transfer; 0: none */
 };
+/* files/store.c */
 /* The open stores of this process. Writes up to `capacity`, returns their number. */
 size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity);
 
@@ -77,6 +78,7 @@ struct kvs_host_pool_metrics {
   int state; /* enum kvs_host_pool_state */
   uint64_t num_blocks, nbytes, populated_nbytes;
 };
+/* hostpool/hostpool.c */
 /* The host pools of this process, shared ones too. Writes up to `capacity`, returns their number. */
 size_t kvs_host_pools_get_metrics(struct kvs_host_pool_metrics *pools, size_t capacity);
 

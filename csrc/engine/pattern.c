@@ -3,8 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "lanes/buffers.h"
 #include "lanes/state.h"
+#include "memory/reclaim.h"
 
 enum { PATTERN_CTAS = 264, PATTERN_THREADS = 256 };
 

@@ -1,5 +1,5 @@
 /* libcufile, the library of GPUDirect Storage, as one table of entry points. The library is loaded at run time; nothing
- * links it. Its structs are declared here; cuda/cufile_check.c compares them with the toolkit's header at build time,
+ * links it. Its structs are declared here; cufile_check.c compares them with the toolkit's header at build time,
  * if that header exists.
  *
  * The first user in the process opens the library, and kvs_cufile_close() closes it at exit. The library stays open in

@@ -9,8 +9,9 @@
 #ifndef KVS_FILE_DISK_H
 #define KVS_FILE_DISK_H
 
-#include "engine/engine.h"
+#include "device/device.h"
 #include "files/sys.h"
+#include "private.h"
 
 enum { KVS_DISK_THREADS = 64 };
 

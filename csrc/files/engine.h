@@ -73,6 +73,7 @@ struct kvs_file_queue {
   uint8_t *fixed; /* memory of most requests, to be registered with the kernel; NULL: none */
   size_t fixed_nbytes;
 };
+/* queue.c */
 int kvs_file_queue_init(struct kvs_file_queue *, atomic_uint_fast64_t *popped, struct kvs_error *);
 void kvs_file_queue_destroy(struct kvs_file_queue *);
 void kvs_file_queue_push(struct kvs_file_queue *, struct kvs_file_request *);

@@ -9,6 +9,7 @@
 
 #include <sys/stat.h>
 
+#include "device/device.h"
 #include "files/cufile.h"
 #include "files/store.h"
 
@@ -58,7 +59,8 @@ struct kvs_gds {
 /* Allocate staging in device memory and set store->gds. False: store->gds_note says why it must be pinned memory. */
 bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
 void kvs_file_gds_close(struct kvs_file_store *); /* no item is in flight any more; frees the staging */
-void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's request for the GDS threads */
+/* gds_worker.c */
+void kvs_file_gds_push(struct kvs_file_item *); /* queue a staged item's request for the GDS threads */
 /* Checksum of the block in the item's staging; called by the thread that serves the request. On failure *code is the
  * driver's code. */
 int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);

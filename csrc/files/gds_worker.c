@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "base/thread.h"
+#include "base/wait.h"
 #include "files/gds.h"
 
 /* -- the device ---------------------------------------------------------------------------------------------------- */

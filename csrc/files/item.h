@@ -29,10 +29,11 @@
 
 #include <stdatomic.h>
 
-#include "engine/engine.h"
+#include "device/device.h"
 #include "files/engine.h"
 #include "files/format.h"
 #include "files/index.h"
+#include "private.h"
 
 struct kvs_file_store;
 

@@ -13,11 +13,13 @@
 #include <string.h>
 
 #include "base/thread.h"
-#include "engine/engine.h"
+#include "base/wait.h"
+#include "device/device.h"
 #include "files/current.h"
 #include "files/gds.h"
 #include "files/keys.h"
 #include "files/mover.h"
+#include "private.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
 static const uint64_t STAGING_NBYTES = 128ull << 20;

@@ -16,6 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/wait.h"
 #include "files/segment.h"
 #include "files/store.h"
 

@@ -7,6 +7,7 @@
 
 #include "base/crc32c.h"
 #include "base/thread.h"
+#include "base/wait.h"
 #include "engine/metrics.h"
 #include "files/cufile.h"
 #include "files/current.h"

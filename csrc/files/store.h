@@ -6,12 +6,14 @@
 #define KVS_FILE_STORE_H
 
 #include "base/histogram.h"
-#include "engine/engine.h"
+#include "device/device.h"
 #include "files/epoch.h"
 #include "files/events.h"
 #include "files/format.h"
 #include "files/item.h"
 #include "files/notices.h"
+#include "private.h"
+#include "status.h"
 
 /* One of the store's directories. Its path and descriptors are constant while the store is open. */
 struct kvs_file_root {
@@ -183,6 +185,7 @@ void kvs_file_checkpoint_if_due(struct kvs_file_store *);                       
 /* files/slot.c */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
 
+/* directory.c */
 /* Open a directory and check who may write it. `make`: create it if missing. */
 int kvs_file_open_folder(struct kvs_file_root *, bool make, struct kvs_error *);
 /* Geometry of a directory, from the store's file, else from a segment; *found false: neither can be read. */

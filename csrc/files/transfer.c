@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "files/current.h"
 #include "files/keys.h"
 #include "files/mover.h"

@@ -16,6 +16,7 @@ static inline struct host_device *host_of(struct kvs_device *device) { return (s
 
 extern const struct kvs_share_ops kvs_host_share_ops;
 
+/* share.c */
 /* Equal for all processes that see this ordinal, until reboot. A deterministic device has a UUID of its own seed. */
 void kvs_host_uuid(unsigned char uuid[16], int ordinal, uint64_t seed);
 

@@ -7,6 +7,7 @@
  * A stream is a FIFO, active while not empty. The operation at its head is runnable, or is a condition that is not met
  * yet; conditions never occupy a worker (host/run.c). An event points to the mark of its latest recording. */
 #include "host/queue.h"
+#include "base/wait.h"
 
 #include <inttypes.h>
 #include <stdlib.h>

@@ -166,12 +166,14 @@ int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event event, struct k
 int kvs_host_event_elapsed(struct kvs_host_queue *queue, kvs_event from, kvs_event to, uint64_t *ns,
                            struct kvs_error *err);
 
+/* run.c */
 /* Shared by host/queue.c and host/run.c. */
 int kvs_host_workers_start_locked(struct kvs_host_queue *queue, struct kvs_error *err);
 void kvs_host_workers_stop(struct kvs_host_queue *queue);
 /* Runs up to `steps` steps; returns how many. `jump`: if only delays are left, advance the virtual time. */
 int64_t kvs_host_steps_locked(struct kvs_host_queue *queue, int64_t steps, bool jump);
 uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below);
+/* queue.c */
 void kvs_host_op_free_locked(struct kvs_host_op *op);
 void kvs_host_stream_pop_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream); /* removes the head */
 void kvs_host_drop_locked(struct kvs_host_queue *queue); /* device lost: drop all operations that are not running */

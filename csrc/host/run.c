@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "base/thread.h"
+#include "base/wait.h"
 #include "host/copy.h"
 #include "host/device.h"
 #include "host/kernel.h"

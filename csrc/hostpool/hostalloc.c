@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "lanes/state.h"
+#include "memory/reclaim.h"
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
 

@@ -9,10 +9,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "engine/metrics.h"
 #include "hostpool/budget.h"
 #include "lanes/lane.h"
 #include "lanes/peer.h"
+#include "memory/reclaim.h"
 #include "memory/vacate.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/owner.h"
+#include "base/wait.h"
 #include "hostpool/hostpool.h"
 
 /* Values of a word: EMPTY, PUBLISHED, or the name of the process that writes the block. */

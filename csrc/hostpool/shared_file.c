@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 #include "base/owner.h"
+#include "base/wait.h"
 #include "hostpool/budget.h"
 #include "hostpool/hostpool.h"
 

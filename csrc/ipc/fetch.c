@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/owner.h"
+#include "base/wait.h"
 #include "ipc/exchange.h"
 #include "ipc/serve.h"
 

@@ -19,7 +19,9 @@
 #include "lanes/peer.h"
 #include "lanes/registry.h"
 #include "lanes/state.h"
+#include "memory/memory.h"
 #include "memory/range.h"
+#include "memory/reclaim.h"
 #include "memory/vacate.h"
 
 struct kvs_import {

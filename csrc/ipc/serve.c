@@ -28,6 +28,7 @@
 
 #include "base/owner.h"
 #include "base/thread.h"
+#include "base/wait.h"
 #include "device/share.h"
 #include "ipc/exchange.h"
 #include "lanes/registry.h"

@@ -1,6 +1,7 @@
 /* Buffers that an engine keeps for reuse, so that the steady state allocates nothing: staging, events, scratch of
  * calls. */
 #include "lanes/buffers.h"
+#include "base/wait.h"
 
 #include <stdlib.h>
 
@@ -68,6 +69,56 @@ void kvs_engine_event_put(struct kvs_engine *engine, kvs_event event) {
   if (kept) engine->events[engine->nevents++] = event;
   pthread_mutex_unlock(&engine->cache_lock);
   if (!kept) (void)kvs_dev_event_destroy(engine->device, event, &ignored);
+}
+
+/* -- room for a move ------------------------------------------------------------------------------------------------
+ */
+
+static void free_move_scratch(struct kvs_move_scratch *room) {
+  if (!room) return;
+  free(room->runs.items);
+  free(room->parts);
+  free(room->touches);
+  free(room->next_byte);
+  free(room->covered);
+  free(room->slots);
+  free(room->positions);
+  free(room->foreign.items);
+  free(room);
+}
+
+/* Reallocate; old contents are dropped. */
+static bool renew(void *pointer, size_t count, size_t size) {
+  void **at = pointer;
+  free(*at);
+  *at = calloc(count ? count : 1, size);
+  return *at != NULL;
+}
+
+int kvs_move_make_room(struct kvs_scratch *scratch, size_t pairs, size_t parts, size_t blocks, struct kvs_error *err) {
+  struct kvs_move_scratch *room = scratch->move;
+  bool ok = true;
+  if (!room) room = scratch->move = calloc(1, sizeof *room);
+  if (!room) return kvs_fail(err, KVS_NOMEM, "no memory for a plan");
+  if (pairs > room->pairs) {
+    room->pairs = 0;
+    ok = renew(&room->touches, 2 * pairs, sizeof *room->touches) &&
+         renew(&room->next_byte, pairs, sizeof *room->next_byte) && renew(&room->covered, pairs, sizeof *room->covered);
+    if (ok) room->pairs = pairs;
+  }
+  if (ok && parts > room->nparts) {
+    room->nparts = 0;
+    ok = renew(&room->parts, parts, sizeof *room->parts);
+    if (ok) room->nparts = parts;
+  }
+  if (ok && blocks > room->blocks) {
+    room->blocks = 0;
+    ok = renew(&room->slots, 4 * blocks, sizeof *room->slots) &&
+         renew(&room->positions, blocks, sizeof *room->positions);
+    if (ok) room->blocks = blocks;
+  }
+  room->runs.count = room->foreign.count = 0;
+  return ok ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for a plan of %zu pools and %zu blocks", pairs, blocks);
 }
 
 /* -- working memory ------------------------------------------------------------------------------------------------ */
@@ -140,7 +191,7 @@ void kvs_buffers_destroy(struct kvs_engine *engine) {
     kvs_rects_free(&scratch->rects);
     kvs_rows_free(&scratch->rows);
     kvs_packing_free(&scratch->packing);
-    kvs_move_scratch_free(scratch->move);
+    free_move_scratch(scratch->move);
     kvs_stacks_free(&scratch->stacks);
     free(scratch->layers);
     kvs_regions_clear(&scratch->regions);

@@ -26,6 +26,9 @@ void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
 /* Mark the end of layer `index` at the current end of the lists; rows: of the rows alone, else of copies and rects. */
 int kvs_scratch_mark(struct kvs_scratch *, size_t index, bool rows, struct kvs_error *);
 
+/* Room for a move of so many pairs of pools, parts and blocks; old contents are dropped. */
+int kvs_move_make_room(struct kvs_scratch *, size_t pairs, size_t parts, size_t blocks, struct kvs_error *);
+
 void kvs_buffers_destroy(struct kvs_engine *);
 
 #endif

@@ -1,5 +1,6 @@
 /* The public handle of a transfer: query, wait, event, unref. Above lane.c, which it calls. */
 
+#include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/state.h"

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/state.h"

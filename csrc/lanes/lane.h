@@ -1,4 +1,4 @@
-/* Lanes: FIFO queues of transfers. Lane and transfer states are drawn at struct kvs_lane (core.h) and in transfer.h.
+/* Lanes: FIFO queues of transfers. Lane and transfer states are drawn at struct kvs_lane (state.h) and in transfer.h.
  * For the core's own files only. */
 #ifndef KVS_LANE_H
 #define KVS_LANE_H
@@ -30,6 +30,10 @@ struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
 uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
 /* As kvs_transfer_pin() for the transfer `sequence` of the lane, and takes a reference for the caller to drop. */
 int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
+/* KVS_OK: the transfer is done. KVS_NOT_READY: it runs, and *end may be waited for until kvs_transfer_unpin(), which
+ * the caller must call. Any other status: why neither. */
+int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
+void kvs_transfer_unpin(struct kvs_transfer *);
 void kvs_engine_reap(struct kvs_engine *);
 void kvs_engine_lose(struct kvs_engine *);
 void kvs_lanes_destroy(struct kvs_engine *);

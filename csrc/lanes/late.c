@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "lanes/registry.h"
+#include "lanes/settle.h"
 #include "lanes/transfer.h"
 #include "racecheck/racecheck.h"
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "device/share.h"
+#include "lanes/handle.h"
 #include "lanes/lane.h"
 #include "lanes/order.h"
 #include "lanes/peer.h"

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "base/wait.h"
 #include "device/share.h"
 #include "lanes/lane.h"
 #include "lanes/registry.h"

@@ -10,17 +10,6 @@
 int kvs_peer_find(struct kvs_engine *, const struct kvs_regions *, const struct kvs_region **, bool *direct,
                   struct kvs_error *);
 
-/* Unfinished transfers of `engine` that touch [low, high). A pool's slots are tracked only by the pool's own engine.
- * Between engines a transfer is ordered after all of them, reads too. Guarded by the hazard_lock of the pool's engine.
- */
-struct kvs_foreign {
-  struct kvs_engine *engine;
-  uint64_t low, high;
-};
-struct kvs_foreign_list {
-  struct kvs_foreign *items;
-  size_t count, capacity;
-};
 int kvs_peer_collect(const struct kvs_pool *, struct kvs_engine *running, struct kvs_foreign_list *,
                      struct kvs_error *);
 int kvs_peer_add_engine(struct kvs_pool *, struct kvs_engine *running,

@@ -2,6 +2,7 @@
  * it reaches what ends an engine through engine->destroy. */
 #include "lanes/registry.h"
 #include "base/fork.h"
+#include "base/wait.h"
 #include "lanes/state.h"
 
 /* -- by number ------------------------------------------------------------------------------------------------- */

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "lanes/failure.h"
 #include "lanes/late.h"
 
 /* -- records of slots -------------------------------------------------------------------------------------------- */

@@ -21,12 +21,15 @@
 #include <stdatomic.h>
 
 #include "base/histogram.h"
-#include "engine/engine.h"
+#include "base/wait.h"
+#include "device/device.h"
 #include "kvswap.h"
 #include "lanes/hazard.h"
 #include "lanes/pool_state.h"
 #include "lanes/tables.h"
 #include "lanes/work.h"
+#include "plan/cost.h"
+#include "private.h"
 
 enum {
   KVS_MAX_ENGINES = 64,    /* one bit each in kvs_transfer.dependencies */
@@ -128,6 +131,14 @@ struct kvs_lane {
   unsigned nevents;
 };
 
+/* Memory to be freed by a thread of the engine: memory/reclaim.h. */
+struct kvs_reclaims {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  struct kvs_reclaim *first; /* guarded by lock: all tasks that have not ended, and results kept by KVS_LEAVE_RESULT */
+  bool threaded;             /* guarded by lock: the thread exists */
+};
+
 struct kvs_engine {
   atomic_uint refs;
   struct kvs_device *device;
@@ -197,24 +208,5 @@ struct kvs_engine {
     atomic_uint_fast64_t failed[KVS_STATUSES], failed_blocks;
   } paths[3][KVS_PATHS]; /* by direction and path */
 };
-
-/* watch.c, for the race checker. An accessor on a stream (`where` may be NULL); report the pool blocks under plain
- * copies. */
-struct kvs_race_accessor kvs_watch_accessor(const struct kvs_engine *, kvs_stream, const char *where);
-void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
-                      const struct kvs_rects *, const struct kvs_race_accessor *);
-
-/* move.c */
-void kvs_move_scratch_free(struct kvs_move_scratch *);
-
-/* memory.c */
-void kvs_memory_destroy(struct kvs_engine *);
-/* kvs_memory_add() enters a region into the engine's table; nbytes 0: the driver gives the size. kvs_memory_retire()
- * removes one that no transfer can use any more. KVS_TIMEOUT: a transfer still can, and the region stays. `vacating`:
- * NULL, or the memory goes: KVS_OK has begun it (memory/vacate.h), and the caller ends it. */
-int kvs_memory_add(struct kvs_engine *, uint64_t ptr, uint64_t nbytes, enum kvs_origin, struct kvs_error *);
-struct kvs_vacating;
-int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, struct kvs_region *, struct kvs_vacating *,
-                      struct kvs_error *);
 
 #endif

@@ -6,9 +6,12 @@
  * to the engine's garbage, which kvs_engine_collect() empties. */
 #include <stdlib.h>
 
+#include "base/wait.h"
 #include "lanes/buffers.h"
+#include "lanes/failure.h"
 #include "lanes/late.h"
 #include "lanes/registry.h"
+#include "lanes/settle.h"
 #include "lanes/state.h"
 #include "lanes/transfer.h"
 #include "racecheck/racecheck.h"

@@ -18,11 +18,5 @@
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
 void kvs_transfer_drop(struct kvs_transfer *);   /* drops one reference */
 void kvs_transfer_finish(struct kvs_transfer *); /* its end was reached, or the device is lost; under lane->lock */
-/* KVS_OK: the transfer is done. KVS_NOT_READY: it runs, and *end may be waited for until kvs_transfer_unpin(), which
- * the caller must call. Any other status: why neither. */
-int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
-void kvs_transfer_unpin(struct kvs_transfer *);
-int kvs_transfer_poll(struct kvs_transfer *,
-                      struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY: it runs; else unknown */
 
 #endif

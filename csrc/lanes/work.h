@@ -4,12 +4,45 @@
 
 #include "lanes/pool_state.h"
 #include "plan/cost.h"
+#include "plan/layout.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 #include "plan/stride.h"
 
-struct kvs_move_scratch; /* defined in move.h */
-struct kvs_foreign_list; /* peer.h */
+/* Unfinished transfers of `engine` that touch [low, high). A pool's slots are tracked only by the pool's own engine.
+ * Between engines a transfer is ordered after all of them, reads too. Guarded by the hazard_lock of the pool's engine.
+ */
+struct kvs_foreign {
+  struct kvs_engine *engine;
+  uint64_t low, high;
+};
+struct kvs_foreign_list {
+  struct kvs_foreign *items;
+  size_t count, capacity;
+};
+
+/* A part with its runs; strided: the runs may be copied as rects. */
+struct planned_part {
+  struct kvs_part part;
+  size_t runs_end;
+  bool strided;
+};
+
+enum { KVS_POOL_TEXT = 48 };
+
+/* Kept from call to call with the rest of the scratch. */
+struct kvs_move_scratch {
+  struct kvs_run_list runs;
+  struct planned_part *parts;
+  struct kvs_touch *touches;
+  uint64_t *next_byte; /* for each pair: where its next part may begin */
+  uint64_t *covered;   /* for each pair: bytes of a block in its parts */
+  int64_t *slots;      /* copies of both lists, then both without the lost blocks */
+  uint32_t *positions;
+  struct kvs_foreign_list foreign;
+  char holder[KVS_POOL_TEXT];   /* of the call's ids on the device, for messages */
+  size_t pairs, nparts, blocks; /* capacities */
+};
 
 /* Ends of a layer in the lists. */
 struct kvs_layer_end {

@@ -5,6 +5,7 @@
 #include "lanes/peer.h"
 #include "lanes/state.h"
 #include "memory/range.h"
+#include "memory/reclaim.h"
 #include "memory/vacate.h"
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */

@@ -4,12 +4,14 @@
 #include <stdlib.h>
 
 #include "lanes/buffers.h"
+#include "lanes/failure.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/peer.h"
 #include "lanes/state.h"
 #include "memory/cover.h"
 #include "memory/vacate.h"
+#include "memory/watch.h"
 #include "plan/layout.h"
 #include "racecheck/racecheck.h"
 

@@ -13,20 +13,13 @@
 #ifndef KVS_RECLAIM_H
 #define KVS_RECLAIM_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "kvswap.h"
 
 struct kvs_reclaim;
-
-struct kvs_reclaims {
-  pthread_mutex_t lock;
-  pthread_cond_t changed;
-  struct kvs_reclaim *first; /* guarded by lock: all tasks that have not ended, and results kept by KVS_LEAVE_RESULT */
-  bool threaded;             /* guarded by lock: the thread exists */
-};
+struct kvs_reclaims; /* lanes/state.h */
 
 void kvs_reclaims_init(struct kvs_reclaims *);
 void kvs_reclaims_destroy(struct kvs_reclaims *); /* drops all tasks: the driver frees their memory with the device */

@@ -6,9 +6,11 @@
 #include <inttypes.h>
 
 #include "base/fork.h"
+#include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/state.h"
+#include "memory/pool.h"
 
 static const int64_t LIMIT_NS = 60ll * 1000 * 1000 * 1000;
 

@@ -2,7 +2,7 @@
 #ifndef KVS_VACATE_H
 #define KVS_VACATE_H
 
-#include "engine/engine.h"
+#include "private.h"
 
 /* A range of memory on its way out. The caller keeps it in its place from kvs_vacate_begin() to kvs_vacate_end(). */
 struct kvs_vacating {

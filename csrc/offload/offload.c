@@ -4,7 +4,9 @@
 #include <string.h>
 
 #include "lanes/buffers.h"
+#include "lanes/failure.h"
 #include "memory/cover.h"
+#include "memory/pool.h"
 #include "offload/offload.h"
 
 static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: kernels take 32-bit slot numbers, and plans a bitmap */

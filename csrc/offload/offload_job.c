@@ -5,7 +5,9 @@
 
 #include "calls/swap.h"
 #include "lanes/buffers.h"
+#include "lanes/failure.h"
 #include "lanes/registry.h"
+#include "memory/watch.h"
 #include "offload/offload.h"
 #include "paths/choose.h"
 #include "paths/submit.h"

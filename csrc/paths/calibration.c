@@ -81,6 +81,8 @@ struct key {
   int count;                  /* number of values; 0: no such key */
 };
 
+int kvs_costs_runs(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->has_run ? KVS_COST_SIZES : 0; }
+
 /* Number of values of a part of a path's costs. */
 static int count_of(const struct kvs_path_ops *path, int part) {
   switch (path ? part : PARTS) {

@@ -22,6 +22,8 @@ void kvs_costs_what(const struct kvs_device_info *info, char what[KVS_COSTS_WHAT
  * none of these is set, or `capacity` is too small. */
 int kvs_costs_path(const char *what, char *path, size_t capacity, struct kvs_error *err);
 
+int kvs_costs_runs(enum kvs_path path); /* numbers of `run` that a path has: KVS_COST_SIZES or 0 */
+
 /* The members of struct kvs_tuning by their names in files and in Python. A link's has one number, a kernel's three:
  * CTAs, pace_gbps and gbps. */
 enum { KVS_TUNINGS = 8, KVS_TUNING_NUMBERS = 3 };

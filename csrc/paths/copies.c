@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "base/wait.h"
 #include "paths/parts.h"
 
 /* -- what was refused ------------------------------------------------------------------------------------------ */

@@ -64,7 +64,8 @@ extern const struct kvs_path_ops kvs_path_dma, kvs_path_strided, kvs_path_burst,
 static inline double kvs_path_ns(const struct kvs_path_ops *row, enum kvs_path path, const struct kvs_costs *costs,
                                  const struct kvs_shape *shape) {
   const struct kvs_path_cost *own = &costs->paths[shape->direction == KVS_H2D][path];
-  return own->start >= 0 && own->each[KVS_COST_SIZES - 1] > 0 ? row->cost(costs, own, shape) : INFINITY;
+  const bool left_out = own->start == 0 && own->each[KVS_COST_SIZES - 1] == 0;
+  return own->start < 0 || left_out ? INFINITY : row->cost(costs, own, shape);
 }
 
 #endif

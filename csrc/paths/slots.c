@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "lanes/lane.h"
 #include "racecheck/racecheck.h"
 

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "paths/costs.h"
 #include "status.h"
 
 const struct kvs_path_ops *const kvs_paths[KVS_PATHS] = {

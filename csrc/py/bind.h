@@ -1,9 +1,8 @@
-/* Shared by the files of the Python module kvswap._C. They know the core by engine.h and kvswap.h and no CUDA.
+/* Shared by the files of the Python module kvswap._C. They know the core by kvswap*.h and private.h, and no CUDA.
  *
  * Conventions. A function that returns int gives 0, or -1 with a Python exception set, unless it says otherwise. The
  * GIL is released round exactly one call of the core, with no Python in between; on a free-threaded build nothing here
- * relies on the GIL: shared fields are atomic. All types are final, so that the type of an object leads to the
- * module's state. */
+ * relies on the GIL: shared fields are atomic. All types are final: an object's type leads to the module's state. */
 #ifndef KVS_PY_BIND_H
 #define KVS_PY_BIND_H
 
@@ -13,7 +12,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "../engine/engine.h"
+#include "../device/device.h"
+#include "../private.h"
 
 /* module.c: its table has one row for each PyObject pointer. */
 struct kvs_py_state {

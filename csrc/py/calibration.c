@@ -3,7 +3,6 @@
  * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is
  * empty for a path without run costs. */
 #include "../paths/calibration.h"
-#include "../paths/table.h"
 #include "bind.h"
 #include "options.h"
 
@@ -33,16 +32,14 @@ static int put(PyObject *dict, const char *name, PyObject *value) {
   return rc;
 }
 
-static int runs_of(enum kvs_path path) { return kvs_paths[path]->has_run ? KVS_COST_SIZES : 0; }
-
 static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
   for (int i = 1; paths != NULL && i < KVS_PATHS; ++i) {
     enum kvs_path path = (enum kvs_path)i;
     if (costs[i].start < 0) continue;
-    PyObject *cost =
-        Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
-                      numbers_from(costs[i].each, KVS_COST_SIZES), "run", numbers_from(costs[i].run, runs_of(path)));
+    PyObject *cost = Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
+                                   numbers_from(costs[i].each, KVS_COST_SIZES), "run",
+                                   numbers_from(costs[i].run, kvs_costs_runs(path)));
     if (put(paths, kvs_path_name(path), cost) < 0) Py_CLEAR(paths);
   }
   return paths;
@@ -113,7 +110,7 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
     return kvs_py_complain(PyExc_ValueError, names[START], -1, "is %R: must be 0 or more", values[START]);
   if (read_double(values[EXTRA], names[EXTRA], &cost->extra) < 0) return -1;
   if (read_numbers(values[EACH], names[EACH], cost->each, KVS_COST_SIZES) < 0) return -1;
-  return read_numbers(values[RUN], names[RUN], cost->run, runs_of(path));
+  return read_numbers(values[RUN], names[RUN], cost->run, kvs_costs_runs(path));
 }
 
 static int copy_cost(PyObject *object, enum kvs_path path, struct kvs_path_cost *cost) {

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "../base/wait.h"
 #include "base/thread.h"
 
 struct apart_call {

@@ -1,5 +1,6 @@
 /* The base of kvswap.memory.HostPool and SharedPool: arguments, waiting, views, closing. host_facts.c has the
  * attributes. */
+#include "../base/wait.h"
 #include "host_pool.h"
 
 #include <limits.h>

@@ -1,5 +1,6 @@
 /* kvswap.memory.HostPool: blocks of host memory of this process. */
 #include "host_pool.h"
+#include "../base/wait.h"
 
 enum { NUM_BLOCKS, BLOCK_NBYTES, MAX_BLOCKS, COMMON };
 

@@ -1,5 +1,6 @@
 /* Private functions of kvswap's modules: facts of the machine that need no open device, a delay, the end of the
  * process. */
+#include "../engine/pattern.h"
 #include "bind.h"
 
 #include "../cuda/fatbin.h"

@@ -1,5 +1,6 @@
 /* The options common to all submitting functions, and the submission itself. */
 #include "options.h"
+#include "../base/wait.h"
 
 #include <math.h>
 #include <strings.h>

@@ -1,4 +1,5 @@
 /* The test pattern: kvswap._C._pattern and the job it returns. Underscored: for kvswap.testing and kvswap.replay. */
+#include "../engine/pattern.h"
 #include "bind.h"
 
 struct pattern_object {

@@ -1,5 +1,6 @@
 /* kvswap.Pool: blocks in memory, with a hazard table of their slots. A Pool holds its tensor and the pool of its group.
  * Transfers between pools hold the pools. */
+#include "../base/wait.h"
 #include "bind.h"
 
 #include <string.h>

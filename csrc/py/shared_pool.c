@@ -1,4 +1,5 @@
 /* kvswap.memory.SharedPool: blocks of host memory that several processes of one user map. */
+#include "../base/wait.h"
 #include "host_pool.h"
 
 #include <stdlib.h>

@@ -1,4 +1,6 @@
 /* Waiting: the core waits without the GIL in slices. Between slices Python checks for signals, so that Ctrl-C works. */
+#include "../base/wait.h"
+#include "../memory/reclaim.h"
 #include "bind.h"
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)

@@ -9,9 +9,9 @@
 
 #include "check.h"
 #include "device/device.h"
-#include "engine/engine.h"
 #include "engine/metrics.h"
 #include "kvswap_file.h"
+#include "private.h"
 
 enum { THREADS = 10, DEVICES = 2, BLOCKS = 24, NBYTES = 768, POOL_BLOCKS = 32, KEYS = 48, LEAST = 8, MOST = 64 };
 static const int64_t PATIENCE = 60000000000, SHORT = 2000000;

@@ -1,4 +1,4 @@
-/* Compares files/cufile.h with the toolkit's header, if installed. Generates no code. */
+/* Compares cufile.h with the header of the CUDA toolkit, if installed. Generates no code. */
 #include "files/cufile.h"
 
 #if defined(__has_include)
