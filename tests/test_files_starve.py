@@ -368,6 +368,28 @@ def test_stores_of_pools_do_not_hold_up_a_load(tmp_path: Path) -> None:
     rig.store.close()
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_store_of_pools_does_not_wait_for_a_thread_before_it_is_staged(tmp_path: Path, full: bool) -> None:
+    """The block passes the queue once, to be written: its slot on disk is there before."""
+    slot = MIB + 4096
+    segment = 4096 + 9 * slot
+    rig = PoolRig(kvswap.Device("host:0"), tmp_path, capacity=segment, segment_nbytes=segment)
+    if full:
+        rig.put(b"ninth").wait(PATIENCE)
+        rig.store.pin(rig.keys)
+    with testing.file_fault(rig.store, "read", "delay", every=1, delay=PATIENCE):
+        load = rig.store.load([rig.keys[0]], rig.target, [0])  # the thread is busy
+        before = rig.store_device.stats()["bytes_d2h"]
+        transfer = rig.put(b"new")
+        until(lambda: rig.store_device.stats()["bytes_d2h"] == before + MIB, "the copy to staging")
+        assert not transfer.done()
+    load.wait(PATIENCE)
+    transfer.wait(PATIENCE)
+    assert rig.store.contains([b"new", b"ninth"]) == [True, False]
+    assert rig.store.stats()["evicted"] == full
+    rig.store.close()
+
+
 # -- through the engines' connectors ----------------------------------------------------------------------------------
 
 

@@ -4,8 +4,9 @@
  *   begin_locked     asks for the key: shared for loads, exclusive for stores and deletes, in FIFO order
  *   dispatch_locked  the item has its key. It ends here if there is nothing to do. Otherwise it goes to the mover (to
  *                    wait for a start dependency or staging) or to the file queue
- *   item_begin       on an engine thread: takes a slot on disk; stores from pools then go to the mover and come back
- *                    with their bytes staged. Makes the header and the checksum, and sets the span
+ *   item_begin       on an engine thread: takes a slot on disk. The mover takes that of a store from pools; if it finds
+ *                    none, such a store takes one here and goes back to the mover for its staging. Makes the header and
+ *                    the checksum, and sets the span
  *   item_end         on the same thread: handles the result. A store is published here. An erase that follows is a
  *                    further request of the item
  *   finish_locked    sets the result and releases the key
@@ -175,7 +176,7 @@ static void dispatch_locked(struct kvs_file_item *item) {
     kvs_file_item_finish_locked(item, KVS_OK, 0);
   } else if (!reads(item) && transfer->store->refusal) {
     kvs_file_item_finish_locked(item, KVS_FILE, transfer->store->refusal);
-  } else if (transfer->gate && !(transfer->pools && transfer->kind == KVS_FILE_PUT)) {
+  } else if (transfer->gate) {
     kvs_file_mover_push(item);
   } else {
     kvs_file_item_queue(item);

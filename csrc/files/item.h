@@ -122,6 +122,9 @@ enum kvs_file_slot_answer { KVS_FILE_SLOT, KVS_FILE_WAIT, KVS_FILE_NONE_LEFT };
 /* SLOT: item->slot is set, and item->victim if a block was evicted. WAIT: the item is in store->starved. NONE_LEFT:
  * *code is an errno; 0: all blocks are pinned. May release the lock temporarily. */
 enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *, int *code);
+/* A free slot, or that of the least recently used block, without file system calls. False: an engine thread has to look
+ * for a slot. */
+bool kvs_file_slot_take_now_locked(struct kvs_file_item *);
 void kvs_file_slot_return_locked(struct kvs_file_item *); /* give an unwritten slot back and undo the eviction */
 void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
 /* A write of the slot failed. `erased`: the slot is free again, otherwise it is lost. */

@@ -2,10 +2,11 @@
  * memory with GPUDirect Storage. Copies between device and staging overlap reads and writes of other blocks.
  *
  * A staging slot is a header page and a block, as on disk. One thread waits for gates (a transfer's start
- * dependencies), assigns staging slots to items that hold their key, submits batched copies with kvs_move_blocks() on
- * the store's own streams, and polls for their completion. An item with a staging slot never waits for a key or for a
- * slot on disk, so every staging slot becomes free again. The last one is reserved for loads, which go first, except
- * before stores that are due (files/engine.h).
+ * dependencies), assigns staging slots to items that hold their key, and slots on disk to stores, submits batched
+ * copies with kvs_move_blocks() on the store's own streams, and polls for their completion. An item with a staging slot
+ * never waits for a key or for a slot on disk, so every staging slot becomes free again. A quarter is reserved for
+ * loads, which go first, except before stores that are due (files/engine.h): stores keep their staging while they wait
+ * in the file queue behind loads.
  *
  * Locks: store->lock is never taken under mover->lock. Under mover->lock the device is only polled. */
 #include <inttypes.h>
@@ -290,7 +291,8 @@ static void give_staging(struct kvs_file_mover *mover, struct kvs_file_item *ite
   item->address = mover->staging + item->staging * g->slot_nbytes + KVS_FILE_PAGE;
 }
 
-/* Finish the items that are cancelled or whose start dependency has failed. Returns the number of items left. */
+/* Finish the items that are cancelled or whose start dependency has failed. Stores take a slot on disk here; where that
+ * takes file system calls, an engine thread does it. Returns the number of items left. */
 static size_t drop_ended(struct kvs_file_mover *mover, struct kvs_file_item **items, size_t count, int status,
                          int code) {
   struct kvs_file_store *store = mover->store;
@@ -302,6 +304,10 @@ static size_t drop_ended(struct kvs_file_mover *mover, struct kvs_file_item **it
       bool cancelled = item->transfer->cancelled;
       kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
       continue; /* the item may have been freed */
+    }
+    if (item->transfer->pools && !is_load(item) && !kvs_file_slot_take_now_locked(item)) {
+      kvs_file_item_queue(item); /* it comes back with a slot */
+      continue;
     }
     if (item->transfer->pools) item->progress = KVS_FILE_BEGUN;
     items[left++] = item;
@@ -316,10 +322,10 @@ static bool serve_waiting(struct kvs_file_mover *mover, int whose) {
   struct kvs_file_item *items[BATCH];
   int status = KVS_OK, code = 0;
   pthread_mutex_lock(&mover->lock);
-  const size_t nfree = mover->nfree, batch = whose == DUE ? 1 : (mover->nslots + 3) / 4;
+  const size_t nfree = mover->nfree, quarter = mover->nslots / 4, batch = whose == DUE ? 1 : (mover->nslots + 3) / 4;
   pthread_mutex_unlock(&mover->lock);
   const bool load = whose == LOADS;
-  size_t most = whose == STORES && nfree ? nfree - 1 : nfree;
+  size_t most = whose != STORES ? nfree : nfree > quarter ? nfree - quarter : 0;
   if (most > batch) most = batch;
   size_t count = take_waiting(mover, whose, most < BATCH ? most : BATCH, items, &status, &code);
   if (count == 0) return false;

@@ -350,6 +350,25 @@ static enum kvs_file_slot_answer take_locked(struct kvs_file_item *item, int *co
   return KVS_FILE_SLOT;
 }
 
+bool kvs_file_slot_take_now_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  const unsigned n = store->nroots, first = store->next_root % n;
+  if (item->slot != KVS_NO_SLOT) return true;
+  if (item->entry->stale != KVS_NO_SLOT || store->starved.first || store->growing || refusal_of_all(store))
+    return false;
+  for (unsigned i = 0; i < n; i++) {
+    struct kvs_file_root *root = &store->roots[(first + i) % n];
+    if (root->nfailures || (root->nfree == root->nfailed && may_grow(store, root))) return false;
+    if (root->nfree == root->nfailed) continue;
+    store->next_root++;
+    item->slot = root->free_slots[--root->nfree];
+    return true;
+  }
+  struct kvs_file_entry *victim = find_victim_locked(store);
+  if (victim) evict_locked(item, victim);
+  return victim != NULL;
+}
+
 enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, int *code) {
   *code = 0;
   enum kvs_file_slot_answer answer = take_locked(item, code);
