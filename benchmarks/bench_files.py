@@ -1,22 +1,26 @@
 """The file tier beside fio: sequential and random load and store of blocks, on the same disk, in the same run.
 
     python benchmarks/bench_files.py DIR [--bytes 4GiB] [--runs 3] [--device cuda:0 [--gds compat] [--device-only]]
+    python benchmarks/bench_files.py DIR --beside [--bytes 512MiB] [--runs 5]
 
 Both use O_DIRECT, the same block size, depth and durability; they take turns in going first, and medians are told, with
 the processor's time a GB. fio writes bare blocks, the store blocks with a header page and their checksum, which it
-compares on loading. With a device, also GPU to file and back through staging, and with --gds by libcufile, every byte
+compares on loading. With --beside, what stores and deletes take beside loads that never pause, and what these lose.
+With a device, also GPU to file and back through staging, and with --gds by libcufile, every byte
 compared, beside one bare copy of the link.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
 import shutil
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -154,6 +158,126 @@ def one_size(args: argparse.Namespace, nbytes: int, engine: str) -> None:
     shutil.rmtree(bare, ignore_errors=True)
 
 
+# -- loads that never pause ------------------------------------------------------------------------------------------
+
+BLOCK, WINDOW = 1 << 20, 2.0
+
+
+class Loads:
+    """Two threads that load blocks without pause, five transfers of sixteen each."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.stop, self.counts = store, threading.Event(), [0, 0]
+        self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(2)]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, number: int) -> None:
+        rng, under_way = np.random.default_rng(number), []
+        for turn in itertools.count():
+            if self.stop.is_set():
+                break
+            ids = np.arange(16) + 16 * (5 * number + turn % 5)  # no two loads write to one place
+            keys = self.store.keys[rng.permutation(self.store.count)[:16]]
+            under_way.append(self.store.store.load(keys, self.store.memory, ids))
+            if len(under_way) == 5:
+                under_way.pop(0).wait(WAIT)
+                self.counts[number] += 16
+        for transfer in under_way:
+            transfer.wait(WAIT)
+
+    def gbps(self, during: Callable[[], Any]) -> float:
+        """Of the loads while that runs, for a window at least."""
+        before, begin = sum(self.counts), time.monotonic()
+        while time.monotonic() < begin + WINDOW:
+            during()
+        return (sum(self.counts) - before) * BLOCK / (time.monotonic() - begin) / 1e9
+
+    def end(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join()
+
+
+def lone(call: Callable[[], FileTransfer], count: int = 40) -> float:
+    """Median milliseconds of calls that are alone."""
+    return statistics.median(seconds(call) for _ in range(count)) * 1e3
+
+
+def seconds(call: Callable[[], FileTransfer]) -> float:
+    transfer = call()
+    transfer.wait(WAIT)
+    return transfer.elapsed or 0.0
+
+
+def one_beside(args: argparse.Namespace, engine: str, told: dict[str, list[float]]) -> None:
+    """One run: everything alone; then one store or delete after the other beside loads; then stores without pause."""
+    folder = args.folder / "beside"
+    shutil.rmtree(folder, ignore_errors=True)
+    store = Store(folder, BLOCK, args.bytes, engine, 32 if engine == "io_uring" else 8, args.durability)
+    files, order = store.store, np.arange(store.count)
+    ids = iter(range(1 << 40))
+
+    def put() -> FileTransfer:
+        return files.store([b"new-%d" % next(ids)], store.memory, [200])
+
+    def tell(name: str, *values: float) -> None:
+        told.setdefault(name, []).extend(values)
+
+    tell("put GB/s", store.run(False, order).gbps)
+    tell("get GB/s", store.run(True, order).gbps)
+    tell("put ms", lone(put))
+    tell("get ms", lone(lambda: files.load(store.keys[:1], store.memory, [201])))
+    loads = Loads(store)
+    waited: list[float] = []
+    kinds: list[Callable[[], FileTransfer]] = [put, lambda: files.delete([b"new-%d" % (next(ids) - 2)])]
+    under_way: list[FileTransfer] = []
+
+    def single() -> None:
+        waited.extend(seconds(kind) for kind in kinds)
+
+    def many() -> None:
+        under_way.append(put())
+        if len(under_way) == 64:
+            under_way.pop(0).wait(WAIT)
+
+    alone = loads.gbps(lambda: time.sleep(0.05))
+    singly = loads.gbps(single)
+    before = files.stats()["stored"]
+    begin = time.monotonic()
+    without_pause = loads.gbps(many)
+    tell("put beside GB/s", (files.stats()["stored"] - before) * BLOCK / (time.monotonic() - begin) / 1e9)
+    loads.end()
+    for transfer in under_way:
+        transfer.wait(WAIT)
+    tell("loads GB/s", alone)
+    tell("share singly", singly / alone)
+    tell("share without pause", without_pause / alone)
+    tell("store or delete beside s", *waited)
+    files.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def beside(args: argparse.Namespace, engine: str) -> None:
+    told: dict[str, list[float]] = {}
+    for _ in range(args.runs):
+        one_beside(args, engine, told)
+    middle = {name: statistics.median(values) for name, values in told.items()}
+    waited = told["store or delete beside s"]
+    print(
+        f"{engine:<9} 1 MiB alone: put {middle['put GB/s']:.2f} GB/s, {middle['put ms']:.2f} ms, "
+        f"get {middle['get GB/s']:.2f} GB/s, {middle['get ms']:.2f} ms; "
+        f"beside loads of {middle['loads GB/s']:.2f} GB/s: "
+        f"{len(waited)} stores and deletes, each {statistics.median(waited):.3f} s, the slowest {max(waited):.3f} s, "
+        f"loads at {middle['share singly']:.2f}; stores without pause {middle['put beside GB/s']:.3f} GB/s, "
+        f"loads at {middle['share without pause']:.2f}",
+        flush=True,
+    )
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
 def timed(nbytes: int, call: Callable[[], Any]) -> float:
     begin = time.monotonic()
     call().wait(WAIT)
@@ -254,6 +378,7 @@ def main() -> None:
     parser.add_argument(
         "--gds", choices=("off", "auto", "compat"), default="off", help="with --device: by libcufile too"
     )
+    parser.add_argument("--beside", action="store_true", help="nothing but stores and deletes beside loads")
     parser.add_argument("--device-only", action="store_true", help="nothing but what --device does")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -264,6 +389,10 @@ def main() -> None:
         f"kvswap {kvswap.__version__}, {os.cpu_count()} processors, {info['engine']}, O_DIRECT {info['direct']}, "
         f"durability {args.durability}, {args.bytes >> 20} MiB a case, medians of {args.runs}; s: processor a GB"
     )
+    if args.beside:
+        for engine in ("io_uring", "threads"):
+            beside(args, engine)
+        return
     engines = ("io_uring", "threads") if info["engine"] == "io_uring" else ("threads",)
     for engine, nbytes in product(() if args.device_only else engines, SIZES):
         one_size(args, nbytes, engine)
