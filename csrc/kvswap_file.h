@@ -132,9 +132,10 @@ KVS_API int kvs_file_touch(struct kvs_file_store *, const struct kvs_file_keys *
 /* Keys of all blocks, least recently used first. The caller frees *keys and *ends, which are as in kvs_file_keys. */
 KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *);
 /* Which blocks came and went since the last call, in order, at most settings.events. there[i]: the block of key i can
- * be loaded since then; else it was evicted, deleted or found damaged. *lost: events that were not kept, and then none
- * is given: kvs_file_list() has the keys. Blocks found at open give no events. The caller frees *keys, *ends and
- * *there. */
+ * be loaded since then; else it was evicted, deleted, cleared or found damaged. *lost: events that were not kept, and
+ * then none is given: kvs_file_list() has the keys. Blocks found at open or in the files of another writer, and those
+ * that a clear removed, are given in pieces of a few thousand a call, until *count is 0; they do not count against
+ * settings.events. The caller frees *keys, *ends and *there. */
 KVS_API int kvs_file_take_events(struct kvs_file_store *, uint8_t **keys, size_t **ends, bool **there, size_t *count,
                                  uint64_t *lost, struct kvs_error *);
 /* Begin a new epoch: when the call returns, all blocks are gone, for all processes, those that have ended included, and

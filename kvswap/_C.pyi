@@ -637,8 +637,9 @@ class FileStore:
         """The keys of all blocks, as bytes, least recently used first."""
     def take_events(self) -> tuple[list[tuple[bytes, bool]], int]:
         """([(key, whether its block is there)], lost): which blocks came and went since the last call, in order,
-        those of other writers of a shared directory too. Blocks found at open give none. Where more than `events`
-        were not taken, none is given, and lost says how many: keys() has what is there."""
+        those of other writers of a shared directory too. Blocks found at open or in the files of another writer, and
+        those that a clear removed, come in pieces of a few thousand a call: call until the list is empty. Where more
+        than `events` others were not taken, none is given, and lost says how many: keys() has what is there."""
     def refresh(self) -> None:
         """Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any
         thread may call; Error while another thread is in refresh()."""

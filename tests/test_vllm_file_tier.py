@@ -17,6 +17,7 @@ import pytest
 from conftest import PATIENCE, random_bytes
 
 from kvswap import testing
+from kvswap.files import clear
 
 tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
 
@@ -262,6 +263,21 @@ def test_events(tmp_path: Path) -> None:
     assert [event.keys for event in events] == [[key_of(3)]]
     rig.tier.shutdown()
     other.tier.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(base, "OffloadingEvent"), reason="this vLLM has no KV events of tiers")
+def test_events_of_a_restart_and_of_a_clear(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.finished(rig.job([1, 2], [1, 2], load=False))
+    rig.tier.shutdown()
+    rig = Rig(tmp_path, events=True, enable_kv_events=True)
+    for removed in (False, True):
+        events = list(rig.tier.take_events())
+        assert sorted(key for event in events for key in event.keys) == sorted([key_of(1), key_of(2)])
+        assert all(event.removed == removed for event in events)
+        assert list(rig.tier.take_events()) == []
+        clear(tmp_path)
+    rig.tier.shutdown()
 
 
 def test_what_it_adds_to_vllms_metrics(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

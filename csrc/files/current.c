@@ -53,10 +53,9 @@ static struct kvs_file_entry *begin_locked(struct kvs_file_store *store, const s
   struct kvs_file_index *index = &store->index;
   store->epochs.now = *now;
   struct kvs_file_entry *gone = kvs_file_index_take_unused(index);
-  for (const struct kvs_file_entry *entry = gone; entry; entry = entry->next) {
-    if (entry->slot != KVS_NO_SLOT) kvs_file_event_locked(store, entry, false);
+  for (const struct kvs_file_entry *entry = gone; entry; entry = entry->next)
     if (has_own_slot(store, entry)) (void)kvs_file_free_push(store, entry->slot);
-  }
+  gone = kvs_file_events_gone_locked(store, gone);
   for (size_t i = 0; i < index->nbuckets; i++)
     for (struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next) clear_entry_locked(store, entry);
   rescan_peers_locked(store);

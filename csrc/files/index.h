@@ -36,6 +36,7 @@ struct kvs_file_entry {
   uint32_t readers, pins;
   bool writer;
   bool foreign;                       /* another process writes `slot`: never evicted here */
+  bool untold;                        /* no event has said that its block is there */
   bool idle;                          /* in the LRU list: has a block, no users, no waiters and no pins */
   struct kvs_file_item *first, *last; /* items that wait for this key */
   uint16_t key_nbytes;

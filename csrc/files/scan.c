@@ -279,18 +279,44 @@ static bool is_of(const struct kvs_file_store *store, uint32_t slot, unsigned ro
   return store->segments[slot / store->geometry.slots].root == root;
 }
 
-/* What the index knows of the peer's slots. Entries without a block and a user are freed. */
-static void forget_peer_locked(struct kvs_file_store *store, unsigned root) {
+/* What the index knows of the peer's slots and was not found in them. Entries without a block and a user are freed.
+ * found[slot]: the entry of the block that is there. */
+static void forget_locked(const struct scan *scan, struct kvs_file_entry *const *found) {
+  struct kvs_file_store *store = scan->store;
+  const unsigned root = (unsigned)scan->root;
   struct kvs_file_index *index = &store->index;
   for (size_t i = 0; i < index->nbuckets; i++)
     for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
       next = entry->next;
-      if (entry->other != KVS_NO_SLOT && is_of(store, entry->other, root)) entry->other = KVS_NO_SLOT;
-      if (!entry->foreign || !is_of(store, entry->slot, root)) continue;
+      if (entry->other != KVS_NO_SLOT && is_of(store, entry->other, root) && found[entry->other] != entry)
+        entry->other = KVS_NO_SLOT;
+      if (!entry->foreign || !is_of(store, entry->slot, root) || found[entry->slot] == entry) continue;
       kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
       kvs_file_fall_back_locked(store, entry);
       kvs_file_index_settle(index, entry);
     }
+}
+
+/* Only what differs from the index gives events, and blocks that are new are told in pieces. */
+static int take_in_locked(const struct scan *scan) {
+  struct kvs_file_store *store = scan->store;
+  const size_t end = (size_t)store->nsegments * store->geometry.slots;
+  struct kvs_file_entry **found = calloc(end + 1, sizeof(struct kvs_file_entry *));
+  bool room = found != NULL;
+  store->events.many = true;
+  for (size_t i = 0; room && i < scan->count; i++) {
+    const struct found *block = &scan->found[i];
+    struct kvs_file_entry *entry = kvs_file_index_add(&store->index, scan->keys + block->key_at, block->key_nbytes);
+    room = entry != NULL;
+    if (!room) break;
+    kvs_file_learn_locked(store, entry, block->slot);
+    kvs_file_index_settle(&store->index, entry);
+    found[block->slot] = entry;
+  }
+  store->events.many = false;
+  if (room) forget_locked(scan, found);
+  free(found);
+  return room ? KVS_OK : KVS_NOMEM;
 }
 
 int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_error *err) {
@@ -304,15 +330,7 @@ int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_e
   read_all(&scan);
   pthread_mutex_lock(&store->lock);
   const bool same = kvs_file_epoch_is(&scan.epoch, &store->epochs.now); /* else it is scanned again */
-  if (same) forget_peer_locked(store, root);
-  for (size_t i = 0; same && !scan.code && i < scan.count; i++) {
-    const struct found *found = &scan.found[i];
-    struct kvs_file_entry *entry = kvs_file_index_add(&store->index, scan.keys + found->key_at, found->key_nbytes);
-    if (!entry) scan.code = KVS_NOMEM;
-    if (!entry) break;
-    kvs_file_learn_locked(store, entry, found->slot);
-    kvs_file_index_settle(&store->index, entry);
-  }
+  if (same && !scan.code) scan.code = take_in_locked(&scan);
   store->peers[peer].rescan = !same;
   pthread_mutex_unlock(&store->lock);
   pthread_mutex_destroy(&scan.lock);

@@ -191,7 +191,7 @@ static void free_store(struct kvs_file_store *store) {
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
   free_roots(store);
-  free(store->events.data);
+  kvs_file_events_free(&store->events);
   free((char *)(uintptr_t)store->settings.directory);
   pthread_mutex_destroy(&store->peers_lock);
   pthread_cond_destroy(&store->watch);
@@ -265,6 +265,7 @@ static int open_store(const struct kvs_file_settings *settings, const struct kvs
   if (!status) status = kvs_file_refuse_empty(store, err);
   if (!status) status = kvs_file_epochs_open(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
+  if (!status) kvs_file_events_found(store);
   if (!status) status = note_opened(store, err);
   if (!status && settings->device) status = kvs_file_mover_open(store, err);
   if (!status) status = open_engine(store, err);

@@ -337,32 +337,6 @@ int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, s
   return kvs_fail(err, KVS_NOMEM, "no memory for the keys of a store");
 }
 
-int kvs_file_take_events(struct kvs_file_store *store, uint8_t **keys, size_t **ends, bool **there, size_t *count,
-                         uint64_t *lost, struct kvs_error *err) {
-  struct kvs_file_events *events = &store->events;
-  int status = kvs_file_check_fork(store, err);
-  if (status) return status;
-  kvs_file_lock_current(store);
-  kvs_file_catch_up_locked(store);
-  *keys = malloc(events->nbytes + 1);
-  *ends = malloc((events->count + 1) * sizeof **ends);
-  *there = malloc((events->count + 1) * sizeof **there);
-  const bool room = *keys && *ends && *there;
-  if (room) {
-    kvs_file_events_copy(events, *keys, *ends, *there);
-    *count = events->count;
-    *lost = events->lost;
-    events->count = events->nbytes = 0;
-    events->lost = 0;
-  }
-  pthread_mutex_unlock(&store->lock);
-  if (room) return KVS_OK;
-  free(*keys);
-  free(*ends);
-  free(*there);
-  return kvs_fail(err, KVS_NOMEM, "no memory for the events of a store");
-}
-
 /* -- completion ---------------------------------------------------------------------------------------------------- */
 
 static void count_locked(const struct kvs_file_transfer *transfer, enum kvs_state state) {

@@ -456,8 +456,9 @@ PyDoc_STRVAR(
     take_events_doc,
     "take_events($self, /)\n--\n\n"
     "([(key, whether its block is there)], lost): which blocks came and went since the last call, in order,\n"
-    "those of other writers of a shared directory too. Blocks found at open give none. Where more than `events`\n"
-    "were not taken, none is given, and lost says how many: keys() has what is there.");
+    "those of other writers of a shared directory too. Blocks found at open or in the files of another writer, and\n"
+    "those that a clear removed, come in pieces of a few thousand a call: call until the list is empty. Where more\n"
+    "than `events` others were not taken, none is given, and lost says how many: keys() has what is there.");
 PyDoc_STRVAR(refresh_doc,
              "refresh($self, /)\n--\n\n"
              "Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any\n"

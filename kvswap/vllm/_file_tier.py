@@ -245,7 +245,8 @@ class FileTier(StoreTier):
             forget(self._layout, self._folders)
 
     def take_events(self) -> Iterable[Any]:
-        """Blocks that came and went since the last call, those of other engines too."""
+        """Blocks that came and went since the last call, those of other engines too. What was found at open, or removed
+        by a clear, comes in pieces, a call each."""
         if not self._events:
             return
         events, lost = self._store.take_events()
