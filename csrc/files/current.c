@@ -81,30 +81,33 @@ static bool stands_locked(const struct kvs_file_epochs *epochs) {
   return stands;
 }
 
-/* With `looking`. */
-static void look_at_places(struct kvs_file_store *store) {
+/* The places change together with the index: as long as a place has no mark, the index is of its epoch. */
+static struct kvs_file_entry *take_places_locked(struct kvs_file_store *store, struct kvs_file_epoch_place *found,
+                                                 const bool *changed) {
   struct kvs_file_epochs *epochs = &store->epochs;
-  struct kvs_file_epoch_place found;
   for (unsigned i = 0; i < epochs->nplaces; i++) {
-    struct kvs_file_epoch_place *place = &epochs->places[i], before = *place;
-    if (!kvs_file_epoch_look(place, &found)) continue;
-    pthread_mutex_lock(&store->lock);
-    *place = found;
-    pthread_mutex_unlock(&store->lock);
-    kvs_file_epoch_unmap(&before);
+    const struct kvs_file_epoch_place before = epochs->places[i];
+    if (!changed[i]) continue;
+    epochs->places[i] = found[i];
+    found[i] = before;
   }
+  const struct kvs_file_epoch now = all_of(epochs);
+  return epochs->nplaces && !kvs_file_epoch_is(&now, &epochs->now) ? begin_locked(store, &now) : NULL;
 }
 
 static void look(struct kvs_file_store *store) {
   struct kvs_file_epochs *epochs = &store->epochs;
-  struct kvs_file_entry *gone = NULL;
+  struct kvs_file_epoch_place found[KVS_FILE_DIRECTORIES];
+  bool changed[KVS_FILE_DIRECTORIES];
   pthread_mutex_lock(&epochs->looking);
-  look_at_places(store);
+  const unsigned n = epochs->nplaces;
+  for (unsigned i = 0; i < n; i++) changed[i] = kvs_file_epoch_look(&epochs->places[i], &found[i]);
   pthread_mutex_lock(&store->lock);
-  const struct kvs_file_epoch now = all_of(epochs);
-  if (epochs->nplaces && !kvs_file_epoch_is(&now, &epochs->now)) gone = begin_locked(store, &now);
+  struct kvs_file_entry *gone = take_places_locked(store, found, changed);
   pthread_mutex_unlock(&store->lock);
   pthread_mutex_unlock(&epochs->looking);
+  for (unsigned i = 0; i < n; i++)
+    if (changed[i]) kvs_file_epoch_unmap(&found[i]);
   free_entries(gone);
 }
 

@@ -26,8 +26,8 @@ static int make(const char *directory) {
   return folder < 0 ? errno : kvs_file_epoch_make(folder, &epoch, true, 1000000000);
 }
 
-/* Run `what` in a child that is killed at its nth stop; each call has two, before and after. Returns the number of stops
- * of a child that ends earlier, and 0 if it was killed. */
+/* Run `what` in a child that is killed at its nth stop; each call has two, before and after. Returns the number of
+ * stops of a child that ends earlier, and 0 if it was killed. */
 static int run_killed(int (*what)(const char *), const char *directory, int nth) {
   int status, stops = 0;
   pid_t child = fork();
