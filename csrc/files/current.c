@@ -106,8 +106,12 @@ static void look(struct kvs_file_store *store) {
   struct kvs_file_entry *gone = take_places_locked(store, found, changed);
   pthread_mutex_unlock(&store->lock);
   pthread_mutex_unlock(&epochs->looking);
-  for (unsigned i = 0; i < n; i++)
-    if (changed[i]) kvs_file_epoch_unmap(&found[i]);
+  for (unsigned i = 0; i < n; i++) {
+    if (!changed[i]) continue;
+    kvs_file_epoch_unmap(&found[i]);
+    if (!store->settings.readonly)
+      kvs_file_epoch_reserve(found[i].folder); /* unmapped, the older file takes no space */
+  }
   free_entries(gone);
 }
 

@@ -162,6 +162,15 @@ int kvs_file_epoch_make(int folder, const struct kvs_file_epoch *epoch, bool saf
   return code;
 }
 
+void kvs_file_epoch_reserve(int folder) {
+  uint8_t pages[NBYTES] = {0};
+  struct stat info;
+  int fd;
+  if (lock_next(&no_faults, folder, 0, &fd)) return;
+  if (fstat(fd, &info) == 0 && info.st_size < NBYTES) (void)move(&no_faults, fd, true, 0, pages, sizeof pages);
+  unlock(fd);
+}
+
 int kvs_file_epoch_unmark(int folder) {
   int fd, code = lock_next(&no_faults, folder, 0, &fd);
   if (code) return code;

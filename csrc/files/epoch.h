@@ -41,6 +41,8 @@ void kvs_file_epoch_unmap(struct kvs_file_epoch_place *);
 /* All of these: 0 or an errno; EBUSY: another process had the lock for timeout_ns. */
 /* Make the file with this epoch, unless there is one. `safe`: it survives a power failure. */
 int kvs_file_epoch_make(int folder, const struct kvs_file_epoch *, bool safe, int64_t timeout_ns);
+/* Reserve the space of the next epoch, if the disk had none for it when this one began. */
+void kvs_file_epoch_reserve(int folder);
 /* Remove the mark that a killed process left, unless another process is at work now. */
 int kvs_file_epoch_unmark(int folder);
 /* Begin a new epoch. */
