@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"(?:^|/)([^/]*)/?snapshots/([0-9a-f]{40})(?:/|$)")
@@ -17,6 +17,11 @@ _CONFIGURATION = {  # what changes the numbers of a model; tokenizers do not, as
     "adapter_config.json", "kv_cache_scales.json",
 }  # fmt: skip
 _MOST_CONFIGURATION = 16 << 20
+DUMMY = "dummy"
+_FROM_FOLDER = {  # load formats of vLLM and SGLang that read the model's folder
+    "auto", "hf", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral", "gguf", "bitsandbytes",
+    "sharded_state", "presharded", "runai_streamer", "runai_streamer_sharded", "layered", "flash_rl", "expert_pack",
+}  # fmt: skip
 _DEPTH = 2  # of folders in a model's folder: parts of a model may have one each
 _ELSEWHERE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # repositories are not huggingface's
 _NO = ("", "0", "false", "no")
@@ -30,22 +35,38 @@ class Weights(NamedTuple):
 
 
 def weights_of(
-    model: str, revision: str | None = None, *, cache: str | None = None, any_weights: bool = False
+    model: str,
+    revision: str | None = None,
+    *,
+    cache: str | None = None,
+    load_format: Any = "auto",
+    read: str | None = None,
 ) -> Weights:
     """Of a model as an engine is given it: a repository's name, or a path.
 
-    revision: the engine's own option: a commit, branch or tag. cache: the engine's folder of downloads.
-    any_weights: a folder without weight files is known by its configuration (for weights that are not read).
+    revision: the engine's own option: a commit, branch or tag. cache: the engine's folder of downloads. load_format:
+    the engine's. Without weights that are read (dummy) a folder is known by its configuration; with those that do not
+    come from it nothing is known. read: the commit of the configuration that the engine has read, before the weights.
     """
     path = Path(model).expanduser()
     snapshot = _SNAPSHOT.search(str(path)) or _SNAPSHOT.search(os.path.realpath(path))
+    dummy = format_of(load_format) == DUMMY
     if snapshot is not None:
-        return Weights(snapshot[1].removeprefix("models--").replace("--", "/"), snapshot[2])
-    if path.exists():
-        return Weights(path.resolve().name, _digest(path, any_weights=any_weights))
-    if revision is not None and _COMMIT.fullmatch(revision):
-        return Weights(model, revision)
-    return Weights(model, _commit(model, revision or "main", cache))
+        called, found = snapshot[1].removeprefix("models--").replace("--", "/"), snapshot[2]
+    elif path.exists():
+        called, found = path.resolve().name, _digest(path, any_weights=dummy)
+    elif revision is not None and _COMMIT.fullmatch(revision):
+        called, found = model, revision
+    else:
+        called, found = model, _commit(model, revision or "main", cache) or read
+    moved = read is not None and found not in (None, read)  # the repository, while the engine started
+    from_it = dummy or format_of(load_format) in _FROM_FOLDER
+    return Weights(called, found if from_it and not moved else None)
+
+
+def format_of(load_format: Any) -> str:
+    """The name of an engine's load format, which may be a member of an enum."""
+    return str(getattr(load_format, "value", load_format) or "auto").lower()
 
 
 def _commit(model: str, revision: str, cache: str | None) -> str | None:

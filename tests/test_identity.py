@@ -219,10 +219,25 @@ def test_a_local_folder(tmp_path: Path) -> None:
     assert len(seen) == 1 + len(changes)
 
 
+@pytest.mark.parametrize("load_format", ["tensorizer", "remote_instance", "ipc_cache", "a_plugins_own"])
+def test_weights_from_elsewhere(hub: Path, tmp_path: Path, load_format: str) -> None:
+    snapshot = cached(hub, COMMIT)
+    for model, called in ((str(snapshot), "org/model"), ("org/model", "org/model"), (str(local(tmp_path / "m")), "m")):
+        assert weights_of(model, load_format=load_format) == (called, None)
+        assert weights_of(model, load_format=Some(value="safetensors")).revision is not None
+
+
+def test_a_repository_that_moved_while_the_engine_started(hub: Path) -> None:
+    cached(hub, COMMIT)
+    assert weights_of("org/model", read=COMMIT).revision == COMMIT
+    assert weights_of("org/model", read=OTHER).revision is None
+    assert weights_of("org/elsewhere", read=OTHER).revision == OTHER
+
+
 def test_what_has_no_weights_has_no_revision(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert weights_of(str(tmp_path)).revision is None
-    assert weights_of(str(tmp_path), any_weights=True).revision is not None
+    assert weights_of(str(tmp_path), load_format="dummy").revision is not None
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert weights_of(str(file)).revision is not None
@@ -413,6 +428,7 @@ def test_vllm_what_is_not_known(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     for own in (
         {"vllm.model_config.model": "org/other"},
         {"vllm.model_config.model_weights": "s3://bucket"},
+        {"vllm.load_config.load_format": "tensorizer"},
         {"vllm.model_config.hf_config._commit_hash": OTHER},  # the repository moved while vLLM started
         {"vllm.speculative_config": Some(method="eagle", draft_model_config=Some(model="org/draft", revision=None))},
     ):

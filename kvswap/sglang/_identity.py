@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvswap._revision import weights_of
+from kvswap._revision import DUMMY, format_of, weights_of
 from kvswap.identity import Identity, Said, digest_of
 
 _SHAPE = (
@@ -80,9 +80,10 @@ def _namespace(name: str) -> Any:
 def _of_model(model: Any, speculation: Any, lora: Any) -> dict[str, Any]:
     if model is None:
         return {}
-    dummy = str(getattr(model, "load_format", "auto")).rpartition(".")[2].lower() == "dummy"
-    cache = getattr(model, "download_dir", None)
-    called, revision = weights_of(str(model.model_path), model.revision, cache=cache, any_weights=dummy)
+    load, cache = getattr(model, "load_format", None), getattr(model, "download_dir", None)
+    called, revision = weights_of(
+        str(model.model_path), getattr(model, "revision", None), cache=cache, load_format=load
+    )
     draft, adapters = _draft(speculation, cache), _adapters(lora, cache)
     if (draft and draft[2] is None) or any(known is None for _, known in adapters):
         revision = None
@@ -95,8 +96,8 @@ def _of_model(model: Any, speculation: Any, lora: Any) -> dict[str, Any]:
     return {
         "model": called,
         "revision": revision,
-        "weights": "dummy" if dummy else None,
-        "dtype": str(model.dtype),
+        "weights": DUMMY if format_of(load) == DUMMY else None,
+        "dtype": getattr(model, "dtype", None),
         "quantization": [str(each) for each in quantization if each] or None,
         "overrides": {key: value for key, value in overrides.items() if value not in (None, "", "{}", "auto")} or None,
         "draft": draft,
@@ -112,7 +113,9 @@ def _draft(speculation: Any, cache: str | None) -> list[Any] | None:
         return None
     names = ("quantization", "kv_cache_dtype", "window_size", "sink_size")
     keys = ("speculative_draft_model_quantization", *(f"speculative_draft_{name}" for name in names[1:]))
-    weights = weights_of(str(path), getattr(speculation, "speculative_draft_model_revision", None), cache=cache)
+    load = getattr(speculation, "speculative_draft_load_format", None)
+    revision = getattr(speculation, "speculative_draft_model_revision", None)
+    weights = weights_of(str(path), revision, cache=cache, load_format=load)
     return [str(algorithm), *weights, *(getattr(speculation, key, None) for key in keys)]
 
 

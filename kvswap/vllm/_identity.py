@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvswap._revision import weights_of
+from kvswap._revision import DUMMY, format_of, weights_of
 from kvswap.identity import RUN_TIME, Identity, Said, digest_of
 
 _FRAMES = 64  # of callers in which VllmConfig is looked for
@@ -75,30 +75,26 @@ def _of_model(vllm: Any, config: Any, said: Said) -> dict[str, Any]:
         name = str(_get(config, "model.name"))
         called, revision = weights_of(name)
         return {"model": called, "revision": revision}
-    dummy = _load_format(vllm.load_config) == "dummy"
+    load = _get(vllm, "load_config.load_format")
     called, revision = weights_of(
-        model.model, model.revision, cache=_get(vllm, "load_config.download_dir"), any_weights=dummy
+        model.model,
+        _get(model, "revision"),
+        cache=_get(vllm, "load_config.download_dir"),
+        load_format=load,
+        read=_get(model, "hf_config._commit_hash"),
     )
-    read = _get(model, "hf_config._commit_hash")  # of the configuration that vLLM has read, before the weights
-    moved = read is not None and revision not in (None, read)  # the repository, while vLLM started
-    revision = None if moved else revision or read
-    draft, known = _draft(vllm.speculative_config)
+    draft, known = _draft(_get(vllm, "speculative_config"))
     return {
         "model": called,
         "revision": revision if known and not _get(model, "model_weights") else None,  # else in an object store
-        "weights": "dummy" if dummy else None,
-        "dtype": _name(model.dtype),
+        "weights": DUMMY if format_of(load) == DUMMY else None,
+        "dtype": _name(_get(model, "dtype")),
         "quantization": _quantization(model),
         "rope": _rope(model),
         "overrides": _overrides(model),
-        "mla": bool(model.use_mla),
+        "mla": _get(model, "use_mla"),
         "draft": draft,
     }
-
-
-def _load_format(load_config: Any) -> str:
-    value = _get(load_config, "load_format")
-    return str(getattr(value, "value", value))
 
 
 def _quantization(model: Any) -> Any:
@@ -135,11 +131,8 @@ def _draft(speculative: Any) -> tuple[Any, bool]:
     method = _get(speculative, "method")
     if model is None or method in ("ngram", "ngram_gpu", "suffix"):
         return None, True
-    called, revision = weights_of(
-        model.model,
-        _get(model, "revision"),
-        any_weights=_load_format(_get(speculative, "draft_load_config")) == "dummy",
-    )
+    load = _get(speculative, "draft_load_config.load_format")
+    called, revision = weights_of(model.model, _get(model, "revision"), load_format=load)
     more = [_name(_get(speculative, name)) for name in ("quantization", "kv_cache_dtype")]
     return [method, called, revision, *more], revision is not None
 
@@ -284,9 +277,10 @@ def _ranks(spec: Any, vllm: Any, config: Any) -> Any:
             ("dcp", "decode_context_parallel"),
         )
     }
-    if max(sizes.values()) == 1:
+    rank = _get(parallel, "rank", 0)
+    if max(sizes.values()) == 1 and rank == 0:
         return "whole"
     if _get(spec, "replicated_layout", _get(config, "replicated_layout", False)):
         return "whole"
     cut = _get(vllm, "parallel_config.cp_kv_cache_interleave_size") if sizes["pcp"] * sizes["dcp"] > 1 else None
-    return {**sizes, "rank": _get(parallel, "rank", 0), **({"interleave": cut} if cut else {})}
+    return {**sizes, "rank": rank, **({"interleave": cut} if cut else {})}

@@ -17,6 +17,7 @@ them after a restart. Each row of SHARED changes something that leaves the bytes
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -231,6 +232,27 @@ def shared(key: str, what: str, first: dict[str, Any], change: dict[str, Any]) -
     other.close()
 
 
+def own_bytes(key: str) -> None:
+    """Engines of two formats of fp8, two weights and two ranks store other bytes under one key: each finds its own."""
+    formats = [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+    asked = [
+        {"args": {"model_path": snapshot(commit), "kv_cache_dtype": name}, "dtype": dtype,
+         "config": {"tp_size": 2, "tp_rank": rank}}
+        for commit, (name, dtype), rank in itertools.product("ab", formats, (0, 1))
+    ]  # fmt: skip
+    for value, each in enumerate(asked, 1):
+        engine = Engine(each)
+        assert not engine.finds(key)
+        engine.fill(value)
+        assert engine.store(key)
+        engine.close()
+    for value, each in enumerate(asked, 1):
+        for name in ("prod", "canary"):
+            engine = Engine(merged(each, {"args": {"served_model_name": name}}))
+            assert engine.finds(key) and engine.loads(key, value), each
+            engine.close()
+
+
 def unknown(key: str) -> None:
     """Weights that are not known; and bytes of which no configuration says the format."""
     for asked in (
@@ -248,7 +270,7 @@ def unknown(key: str) -> None:
 def main() -> None:
     logging.getLogger("kvswap").setLevel(logging.ERROR)
     failed = number = 0
-    for run, rows in ((different, DIFFERENT), (shared, SHARED), (unknown, [()])):
+    for run, rows in ((different, DIFFERENT), (shared, SHARED), (own_bytes, [()]), (unknown, [()])):
         for row in rows:
             number += 1
             try:

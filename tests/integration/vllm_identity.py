@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -367,6 +368,27 @@ def shared(what: str, first: dict[str, Any], change: dict[str, Any]) -> None:
     two.close()
 
 
+def own_bytes() -> None:
+    """Engines of two sizes, layouts and revisions store other bytes under one key: each finds its own."""
+    key = base.make_offload_key(b"one key".ljust(32), 2)
+    layouts = ["LBNHC", "LBHNC", "BLHNC", "BLNHC"] if PLACED else ["LBNHC"]
+    asked = [
+        {"model": {"model": snapshot(commit)}, "parallel": {"tensor_parallel_size": ranks}, "layout": layout}
+        for commit, ranks, layout in itertools.product("ab", (1, 2), layouts)
+    ]
+    for value, each in enumerate(asked, 1):
+        engine = Engine(each)
+        assert not engine.finds(key)
+        engine.rows[0] = value
+        assert engine.job(key, load=False)
+        engine.close()
+    for value, each in enumerate(asked, 1):
+        engine = Engine(each)
+        engine.rows[:] = 0
+        assert engine.finds(key) and engine.job(key, load=True) and set(engine.rows[0]) == {value}, each
+        engine.close()
+
+
 def unknown() -> None:
     """A model whose weights are not known."""
     nothing = {"model": {"model": folder("nothing")}}
@@ -385,7 +407,7 @@ def unknown() -> None:
 def main() -> None:
     logging.getLogger("kvswap").setLevel(logging.ERROR)
     failed = 0
-    for run, rows in ((different, DIFFERENT), (shared, SHARED), (unknown, [()])):
+    for run, rows in ((different, DIFFERENT), (shared, SHARED), (own_bytes, [()]), (unknown, [()])):
         for row in rows:
             try:
                 run(*row)
