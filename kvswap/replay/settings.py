@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvswap import _C
+
 from .errors import UsageError
 from .geometry import Geometry, scale
 from .units import format_size
 
 if TYPE_CHECKING:
-    from kvswap import _C
     from kvswap.typing import Path
 
 _DEFAULT_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 64 << 10}
