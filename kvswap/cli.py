@@ -31,7 +31,6 @@ from kvswap.replay.errors import UsageError, of_system
 COMMANDS = (
     "kvswap.commands.info",
     "kvswap.commands.replay",
-    "kvswap.commands.simulate",
     "kvswap.commands.bench",
     "kvswap.commands.calibrate",
     "kvswap.commands.files",

@@ -169,7 +169,7 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["manager", "status", "--timeout", "abc"], "--timeout: not a number: 'abc'"),
         (["demo", "--gpu-bytes"], "--gpu-bytes: needs a value"),
         (["manager", "status", "--cache_queue_port", "abc"], "--cache_queue_port: not a whole number: 'abc'"),
-        ([], "COMMAND is missing: there are info, demo, replay, simulate"),
+        ([], "COMMAND is missing: there are info, demo, replay, bench"),
         (["completion", "csh"], "unknown SHELL csh: there are bash, zsh, fish"),
         (["completion", "bsh"], "unknown SHELL bsh: did you mean bash? There are bash, zsh, fish"),
         (["bench", "--shape", "12x3"], "unknown --shape 12x3: there are run, scattered"),

@@ -190,7 +190,6 @@ BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "1", "--shape", "6
             "`replay`, `demo`",
             ["demo", "--device", "host:0", "--requests", "3", "--file-tier", "D", "--file-blocks", "9"],
         ),
-        ("`simulate`", ["simulate", DEMO, "--nodes", "3", "--requests", "90", "--fail", "1@5"]),
         ("`bench`", [*SMALL_BENCH, "--shape", "run", "--method", "auto"]),
         ("`bench`", [*SMALL_BENCH, *BESIDE]),
         ("`bench`", [*SMALL_BENCH, "--regret", "--draws", "2"]),
@@ -313,6 +312,6 @@ def test_every_module_of_the_table_adds_itself() -> None:
     (commands,) = built._subparsers._group_actions  # type: ignore[union-attr]
     for module in cli.COMMANDS:
         assert callable(importlib.import_module(module).add)
-    assert {"info", "demo", "replay", "simulate", "bench", "calibrate", "files", "manager", "completion"} <= set(
+    assert {"info", "demo", "replay", "remote", "bench", "calibrate", "files", "manager", "completion"} <= set(
         commands.choices
     )

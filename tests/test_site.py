@@ -32,7 +32,6 @@ INNER = (
     "kvswap.memory.ipc",
     "kvswap.bench",
     "kvswap.replay",
-    "kvswap.simulate",
     "kvswap.commands",
     "kvswap.top",
     "kvswap.cli",

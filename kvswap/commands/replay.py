@@ -31,7 +31,6 @@ from .parser import (
     positive,
     size,
 )
-from .remote import read_key, read_nodes
 
 if TYPE_CHECKING:
     from kvswap import _C, testing
@@ -78,9 +77,6 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--file-tier", metavar="DIR", help="a third tier, in files: blocks that leave the host tier are stored there"
     )
-    tiers.add_argument("--remote", metavar="NODES", help="a third tier on the nodes of this file (kvswap remote serve)")
-    tiers.add_argument("--remote-key", metavar="FILE", help="this client's key pair")
-    tiers.add_argument("--remote-blocks", type=positive, metavar="N", help="size of the remote tier in blocks")
     tiers.add_argument("--file-blocks", type=positive, metavar="N", help="size of the file tier in blocks")
 
 
@@ -211,13 +207,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--file-tier DIR and --file-blocks N go together")
     if args.file_tier is not None and Path(args.file_tier).exists() and not Path(args.file_tier).is_dir():
         raise UsageError(f"--file-tier {args.file_tier}: it is a file; name a directory")
-    if len({args.remote is None, args.remote_key is None, args.remote_blocks is None}) > 1:
-        raise UsageError("--remote NODES, --remote-key FILE and --remote-blocks N go together")
-    if args.remote is not None and args.file_tier is not None:
-        raise UsageError("--file-tier and --remote exclude each other: there is one third tier")
-    if args.remote is not None:
-        read_key(args.remote_key)
-        read_nodes(args.remote)
 
 
 def full_geometry(args: argparse.Namespace) -> geometry.Geometry:
@@ -240,13 +229,12 @@ def _settings(args: argparse.Namespace, shape: geometry.Geometry, sizes: Sizes) 
 
     return Settings(
         geometry=shape,
-        sizes=replace(sizes, file_blocks=args.file_blocks or args.remote_blocks or 0),
+        sizes=replace(sizes, file_blocks=args.file_blocks or 0),
         in_flight=args.in_flight,
         seconds=args.seconds,
         seed=args.seed,
         path=args.path,
         file_tier=args.file_tier,
-        remote=None if args.remote is None else (args.remote, args.remote_key),
     )
 
 
@@ -272,8 +260,8 @@ def _run(args: argparse.Namespace, trace: Trace, device: _C.Device, settings: Se
         sizes = settings.sizes
         raise MemoryError(
             f"the lists of {sizes.gpu_blocks:,} GPU blocks, {sizes.host_blocks:,} host blocks and "
-            f"{sizes.file_blocks:,} {settings.third} blocks do not fit into memory: give --gpu-blocks, --host-blocks "
-            f"or --{settings.third}-blocks a smaller number"
+            f"{sizes.file_blocks:,} file blocks do not fit into memory: give --gpu-blocks, --host-blocks "
+            "or --file-blocks a smaller number"
         ) from None
     report = replay.report
     show.text(opening(trace, settings, report), hang=12)

@@ -67,7 +67,6 @@ class Report:
     stores: Moves = field(default_factory=Moves)
     file_blocks: int = 0
     file_tier: str = ""  # how it works; empty without one
-    third: str = "file"  # what the third tier is: "file" or "remote"
     file_loads: Moves = field(default_factory=Moves)
     file_stores: Moves = field(default_factory=Moves)
     verified_in_files: int = 0  # loaded again at the end
@@ -137,7 +136,7 @@ class Report:
 
     def _file_dict(self) -> dict[str, Any]:
         return {
-            f"{self.third}_tier": {
+            "file_tier": {
                 "blocks": self.file_blocks,
                 "how": self.file_tier,
                 "hits": self.file_hits,
@@ -168,11 +167,7 @@ class Report:
             ("requests", f"{done} in {self.seconds:.1f} s"),
             ("hits in the GPU tier", _share(self.gpu_hits, blocks, "blocks")),
             ("hits in the host tier", _share(self.host_hits, blocks, "blocks")),
-            *(
-                [(f"hits in the {self.third} tier", _share(self.file_hits, blocks, "blocks"))]
-                if self.file_blocks
-                else []
-            ),
+            *([("hits in the file tier", _share(self.file_hits, blocks, "blocks"))] if self.file_blocks else []),
             ("computed", _share(self.misses, blocks, "blocks")),
             ("prefill saved", _share(self.tokens_saved, self.tokens_total, "tokens")),
         ]
@@ -186,10 +181,9 @@ class Report:
     def _moved_rows(self) -> list[tuple[str, str]]:
         rows = [("loaded (H2D)", _moved(self.loads)), ("stored (D2H)", _moved(self.stores))]
         if self.file_blocks:
-            where = "files" if self.third == "file" else "nodes"
             rows += [
-                (f"loaded from {where}", _moved(self.file_loads)),
-                (f"stored to {where}", _moved(self.file_stores)),
+                ("loaded from files", _moved(self.file_loads)),
+                ("stored to files", _moved(self.file_stores)),
             ]
         return rows
 
@@ -220,16 +214,16 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
     """What is about to run, and on what."""
     distinct = len(np.unique(trace.hashes))
     geometry, sizes = settings.geometry, settings.sizes
-    block, place = geometry.block_nbytes, settings.file_tier or f"the nodes of {(settings.remote or ('',))[0]}"
+    block = geometry.block_nbytes
     tiers = [("GPU tier", sizes.gpu_blocks), ("host tier", sizes.host_blocks)]
-    tiers.append((f"{settings.third} tier", sizes.file_blocks))
+    tiers.append(("file tier", sizes.file_blocks))
     lines = [
         f"replay of {trace.name}: {len(trace):,} requests, {len(trace.hashes):,} references to {distinct:,} blocks",
         f"  device    {report.device} ({report.device_name}), path {settings.path}",
         f"  geometry  {geometry.describe()}",
         f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
         f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
-        *([f"  {settings.third} tier {sizes.file_blocks:,} blocks in {place}"] if sizes.file_blocks else []),
+        *([f"  file tier {sizes.file_blocks:,} blocks in {settings.file_tier}"] if sizes.file_blocks else []),
         *([f"  unscaled  {geometry.unscaled(tiers)}"] if geometry.scaled else []),
         f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",
     ]

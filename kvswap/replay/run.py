@@ -38,7 +38,6 @@ from kvswap.files import FileTransfer
 from .check import Blocks, Check, Checker, WrongBytes
 from .file_tier import FileTier
 from .memory import GroupMemory, TierMemory
-from .remote_tier import Moved, RemoteTier
 from .report import Moves, Report
 from .settings import Settings
 from .tiers import Admission, Slots, Tiers
@@ -129,7 +128,7 @@ class Replay:
         self._settings = settings
         self._device = device
         self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks, settings.sizes.file_blocks)
-        self._files: FileTier | RemoteTier | None = None  # the third tier
+        self._files: FileTier | None = None  # the third tier
         self.report = _new_report(trace, settings, device)
         self._moves: dict[int, _Move] = {}  # unfinished, by number
         self._next_move = 0
@@ -178,8 +177,6 @@ class Replay:
         settings = self._settings
         if settings.file_tier is not None:
             self._files = FileTier(self._device, self._memory, settings)
-        elif settings.remote is not None:
-            self._files = RemoteTier(self._device, self._memory, settings)
         if self._files is not None:
             self.report.file_tier = self._files.describe()
 
@@ -285,7 +282,7 @@ class Replay:
         self._scrubs.append(_Scrub(check, self._checker.poison("host", slots, self._scrub)))
         self.report.poisoned["host"] += len(slots)
 
-    def _load_from_files(self, admission: Admission) -> Sequence[FileTransfer | Moved]:
+    def _load_from_files(self, admission: Admission) -> Sequence[FileTransfer]:
         """The loads start after the compute stream, which poisons the slots."""
         if self._files is None or not len(admission.file_loads):
             return []
@@ -307,7 +304,7 @@ class Replay:
             stores = self._files.store(given_up.hashes[admission.file_stores], slots, filling)
             self._end_files(stores, self.report.file_stores)
 
-    def _end_files(self, transfers: Sequence[FileTransfer | Moved], moves: Moves) -> None:
+    def _end_files(self, transfers: Sequence[FileTransfer], moves: Moves) -> None:
         """Wait for file transfers; raises the error of a failed one."""
         for transfer in transfers:
             transfer.wait(self._settings.wait_limit)
@@ -347,7 +344,7 @@ class Replay:
             if len(loaded):
                 way = f"it was loaded from host slot {int(admission.load_from[loaded[0]])}"
             elif from_file:
-                way = f"it was loaded from the {self._settings.third} tier"
+                way = "it was loaded from the file tier"
             raise error.told(way) from None
 
     def _count(self, admission: Admission) -> None:
@@ -386,9 +383,7 @@ class Replay:
             self._checker.poison("gpu", slots, self._compute).result(self._settings.wait_limit)
             assert self._files is not None
             self._end_files(self._files.load(some, slots, ()), self.report.file_loads)
-            check = self._checker.check(
-                Blocks("gpu", some, slots), self._compute, f"the final sweep of the {self._settings.third} tier"
-            )
+            check = self._checker.check(Blocks("gpu", some, slots), self._compute, "the final sweep of the file tier")
             self._checker.result(check, self._settings.wait_limit)
             self.report.verified_in_files += len(some)
             self._progress(self.report, len(self._trace))
@@ -484,7 +479,6 @@ def _new_report(trace: Trace, settings: Settings, device: _C.Device) -> Report:
         gpu_blocks=settings.sizes.gpu_blocks,
         host_blocks=settings.sizes.host_blocks,
         file_blocks=settings.sizes.file_blocks,
-        third=settings.third,
         in_flight=settings.in_flight,
         seed=settings.seed,
         path=settings.path,

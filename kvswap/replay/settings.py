@@ -42,25 +42,16 @@ class Settings:
     path: Path = "auto"
     wait_limit: float = 60.0  # of every single wait
     file_tier: str | None = None  # folder of the file tier, which has sizes.file_blocks
-    remote: tuple[str, str] | None = None  # instead of it a tier on nodes: their file, and the key's
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
             raise UsageError(f"--in-flight must be at least 1, not {self.in_flight}")
         if self.seconds is not None and not self.seconds > 0:
             raise UsageError(f"--seconds must be more than 0, not {self.seconds:g}")
-        if self.file_tier is not None and self.remote is not None:
-            raise UsageError("--file-tier and --remote exclude each other: there is one third tier")
-        third = self.file_tier is not None or self.remote is not None
-        if third != (self.sizes.file_blocks > 0):
-            raise UsageError("--file-tier DIR and --file-blocks N go together, and --remote with --remote-blocks N")
-        if third and self.sizes.host_blocks == 0:
-            raise UsageError(f"the {self.third} tier takes what leaves the host tier: there is none (--host-blocks 0)")
-
-    @property
-    def third(self) -> str:
-        """The third tier's name."""
-        return "file" if self.remote is None else "remote"
+        if (self.file_tier is not None) != (self.sizes.file_blocks > 0):
+            raise UsageError("--file-tier DIR and --file-blocks N go together")
+        if self.file_tier is not None and self.sizes.host_blocks == 0:
+            raise UsageError("the file tier takes what leaves the host tier: there is none (--host-blocks 0)")
 
 
 @dataclass(frozen=True)
