@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 case ${1:-} in
 --stale | --stamp) exec python3 -P benchmarks/records.py "${1#--}" "${@:2}" ;;
 esac
-parts="suite hazards differential soak sanitize bench regret calls load graph waits tune memory peers handlers fastdeploy gds remote replay"
+parts="suite hazards differential soak sanitize bench regret calls load graph waits tune memory peers handlers fastdeploy gds replay"
 out=${1:-} part=${2:-} trace=${3:-}
 if [ -z "$out" ] || [[ " $parts " != *" $part "* ]]; then
   echo "benchmarks/record.sh OUT_FOLDER PART [TRACE]: the part is '$part'; it is one of: $parts" >&2
@@ -260,19 +260,6 @@ gds() {
     done
   } >"$out/gds.txt"
   grep -E "^==|GB/s|SUMMARY|exit status|passed" "$out/gds.txt"
-}
-
-# The remote tier beside NIXL alone, by processors that are not all taken: nixl_pack.sh brings NIXL to a machine without a
-# network.
-remote() {
-  {
-    section "UCX_TLS=tcp,cuda_copy bench_remote.py" env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py
-    section "bench_remote.py" timeout 60 python3 -P benchmarks/bench_remote.py
-    section "bench_remote.py --blocks 256" timeout 100 python3 -P benchmarks/bench_remote.py --blocks 256
-    section "UCX_TLS=tcp,cuda_copy bench_remote.py --block 256KiB --blocks 128" \
-      env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py --block 256KiB --blocks 128
-  } >"$out/remote.txt"
-  grep -E "^==|GB/s|contains|exit status" "$out/remote.txt"
 }
 
 replay() {

@@ -1361,20 +1361,17 @@ def _metrics_bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The histograms' upper bounds: (seconds, bytes). One more bucket holds what is above them."""
 
 def _remote_seal(
-    slots: NDArray[Any], blocks: NDArray[Any], nbytes: int, keys: bytes, generations: NDArray[Any]
+    slots: NDArray[Any], blocks: NDArray[Any], nbytes: int, identity: bytes, keys: bytes, secret: bytes | None
 ) -> None:
     """Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined."""
 
 def _remote_check(
-    slots: NDArray[Any], blocks: NDArray[Any] | None, nbytes: int, keys: bytes, generations: NDArray[Any] | None
+    slots: NDArray[Any], blocks: NDArray[Any] | None, nbytes: int, identity: bytes, keys: bytes, secret: bytes | None
 ) -> bytes:
-    """A byte a slot: 0: right, and copied to blocks unless that is None. generations None: any."""
+    """A byte a slot: 0: right, and copied to blocks unless that is None."""
 
-def _remote_renumber(slots: NDArray[Any], generations: NDArray[Any]) -> None:
-    """Give checked slots other generations."""
-
-def _remote_void(slots: NDArray[Any], /) -> None:
-    """No check succeeds on these slots until they are sealed."""
+def _remote_exit_count(opened: bool, /) -> None:
+    """A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit()."""
 
 def _remote_addresses(
     blocks: Any, ids: Ids | None, nbytes: int, count: int, write: bool

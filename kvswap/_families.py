@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 _TIMES, _SIZES = _C._metrics_bounds()
 _Labels: TypeAlias = tuple[str, ...]
+_REMOTE_EVENTS = (
+    "stored", "loaded", "deleted", "missed", "failed", "late", "no_room",
+    "no_header", "other_identity", "other_key", "other_length", "wrong_bytes", "wrong_mac",
+)  # fmt: skip
 
 
 class Family:
@@ -134,7 +138,9 @@ def _define_rest(table: _Table) -> None:
     table.define("counter", "remote_blocks", "Blocks of remote stores by what became of them", "event")
     table.define("counter", "remote_queue_full", "Calls refused since a remote store's queue was full")
     table.define("gauge", "remote_queue_transfers", "Unfinished transfers of remote stores")
-    table.define("gauge", "remote_nodes", "Nodes of remote stores: up, down", "state")
+    table.define("counter", "remote_clears", "Epochs that remote stores began")
+    table.define("gauge", "remote_epoch_unreadable", "Remote stores whose epoch cannot be read: everything is a miss")
+    table.define("gauge", "remote_nodes", "Nodes of remote stores: up, or without an answer", "state")
     table.define("gauge", "info", "1; the label is kvswap's version", "version")
 
 
@@ -224,8 +230,10 @@ def _put_rest(table: _Table, numbers: Snapshot) -> None:
         table.put("offload_queue_jobs", jobs["unfinished"], *labels)
     for remote in numbers["remote"]:
         row: Any = remote
-        for event in ("stored", "loaded", "deleted", "missed", "changed", "failed"):
+        for event in _REMOTE_EVENTS:
             table.put("remote_blocks", row[event], event)
+        table.put("remote_clears", remote["cleared"])
+        table.put("remote_epoch_unreadable", int(bool(remote["epoch"])))
         table.put("remote_queue_full", remote["refused_full"])
         table.put("remote_queue_transfers", remote["unfinished"])
         for why in remote["nodes"].values():

@@ -237,9 +237,17 @@ IDENTITY = (  # of a kvswap.identity.Said
 )
 
 REMOTE = (  # of a kvswap.remote.RemoteStore
-    path("key", "this client's key pair"),
+    Option(
+        "master", "HOST:PORT of mooncake_master", lambda value: _only(value, isinstance(value, str) and ":" in value)
+    ),
+    path("secret", "a file of at least 16 bytes", None),
     count("replicas", 1, 64, 1),
+    count("threads", 4, 256, 8),
     count("queue", 1, 65536, 128),
-    number("timeout", "a number of seconds above 0", lambda seconds: seconds > 0, 5.0),
-    size("staging_nbytes", 64 << 20),
+    number("timeout", "a number of seconds above 0", lambda seconds: seconds > 0, 10.0),
+    size("staging_nbytes", None),
+    text("hostname", None),
+    text("metadata", "P2PHANDSHAKE"),
+    text("protocol", "tcp"),
+    text("devices", ""),
 )

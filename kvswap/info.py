@@ -11,6 +11,7 @@ import platform
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Report:
     devices: list[DeviceInfo]
     opened: dict[str, Opened]  # by name
     files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
+    mooncake: str  # which package of Mooncake is installed, for kvswap.remote
     environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Report:
         if self.cuda_note:
             lines.append(f"CUDA     no devices: {self.cuda_note}")
         lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
+        lines.append(f"nodes    Mooncake Store {self.mooncake}")
         lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
@@ -99,6 +102,7 @@ def collect(*, open_devices: bool = False) -> Report:
         cuda_note="" if count else note or "the driver finds none",
         devices=found,
         files=_files(),
+        mooncake=_mooncake(),
         environment=_environment(opened.get("host:0") or _open("host:0")),
         opened=opened,
     )
@@ -135,6 +139,15 @@ def _files() -> dict[str, str]:
         "checksum by instruction": "on" if info["checksum"] != "table" else "the processor has none",
         "GPUDirect Storage": _gds(),
     }
+
+
+def _mooncake() -> str:
+    """Several packages have the module `mooncake`; it is not imported."""
+    names = metadata.packages_distributions().get("mooncake", [])
+    found = sorted({f"{name} {metadata.version(name)}" for name in names})
+    if len(found) > 1:
+        return f"off: {', '.join(found)} share one import name: uninstall all but one"
+    return f"on: {found[0]}" if found else "off: none of its packages is installed (docs/many-nodes.md)"
 
 
 def _gds() -> str:

@@ -168,18 +168,27 @@ class HandlerMetrics(TypedDict):
 
 
 class RemoteMetrics(TypedDict):
-    """An open remote store. nodes: by name, "up" or why not."""
+    """An open remote store. nodes: by address, "up" or "no answer". epoch: empty, or why everything is a miss."""
 
     block_bytes: int
     stored: int
     loaded: int
     deleted: int
     missed: int
-    changed: int
     failed: int
+    late: int
+    no_room: int
+    no_header: int
+    other_identity: int
+    other_key: int
+    other_length: int
+    wrong_bytes: int
+    wrong_mac: int
+    cleared: int
     refused_full: int
     unfinished: int
     nodes: dict[str, str]
+    epoch: str
 
 
 class Snapshot(TypedDict):

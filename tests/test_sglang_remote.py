@@ -1,26 +1,22 @@
-"""kvswap.sglang.RemoteStorage under stand-ins for SGLang and for NIXL; test_remote_nixl.py has the store over NIXL."""
+"""kvswap.sglang.RemoteStorage under a stand-in for SGLang, over Mooncake's nodes; skipped where it is missing."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sglang_stand_in as stand_in
-from conftest import PATIENCE
 from sglang_stand_in import HostPool, PoolName, config
 
-pytest.importorskip("zmq")
-pytest.importorskip("msgspec")
-import remote_agent
-import test_remote
-
-from kvswap import remote
-from kvswap.remote import _store
+pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
+from mooncake_nodes import Cluster
 
 KV, LATENT, LAYERS = [4096, 4096], [4096], [512] * 6
 
@@ -37,52 +33,42 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("mooncake")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    remote_agent.be_patient(monkeypatch, PATIENCE)
-    pair = remote.new_secret()
-    remote.write_secret(tmp_path / "key", pair)
-    monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
-    monkeypatch.setattr(test_remote, "NBYTES", 4096)
-    nodes = [test_remote.NodeThread([pair.public], blocks=100) for _ in range(2)]
-    (tmp_path / "nodes").write_text("".join(f"{node.address} {node.pair.public}\n" for node in nodes))
-    yield nodes
-    for node in nodes:
-        if node._thread.is_alive():
-            node.stop()
+def model(request: pytest.FixtureRequest) -> str:
+    """One for each test, as they share the nodes."""
+    return f"model of {request.node.name} {time.time_ns()}"
 
 
 def keys_of(*numbers: int) -> list[str]:
     return [f"{number:064x}" for number in numbers]
 
 
-def storage(folder: Path, pool: HostPool, *, extra: Any = None, up: int = 2, **changes: Any) -> Any:
+def storage(cluster: Cluster, model: str, pool: HostPool, *, extra: Any = None, **changes: Any) -> Any:
     from kvswap.sglang import RemoteStorage
 
-    given = {
-        "interface_v1": 1,
-        "nodes": str(folder / "nodes"),
-        "key": str(folder / "key"),
-        "revision": "r",
-        **(extra or {}),
-    }
+    given = {"interface_v1": 1, "master": cluster.address, "timeout": 5.0, "revision": model, **(extra or {})}
     made = RemoteStorage(config(extra_config=given, **changes), {})
     made.register_mem_pool_host(pool)
     made.register_mem_host_pool_v2(pool, PoolName.KV)
     made.on_host_pools_registered()
-    assert made._pages["kv"].store._store.wait_nodes(timeout=PATIENCE) == up
     return made
 
 
 @pytest.mark.parametrize("sizes", [KV, LATENT], ids=["kv", "latent"])
-def test_pages_go_to_nodes_and_come_back(tmp_path: Path, nodes: Any, sizes: list[int]) -> None:
+def test_pages_go_to_nodes_and_come_back(cluster: Cluster, model: str, sizes: list[int]) -> None:
     pool = HostPool(sizes)
     before = [pool.bytes_of(page) for page in range(16)]
-    made = storage(tmp_path, pool)
+    made = storage(cluster, model, pool)
     assert made.batch_exists(keys_of(1, 2, 3)) == 0
     assert made.batch_set_v1(keys_of(1, 2, 3), pool.tokens_of([5, 0, 15])) == [True] * 3
     made.close()
-    again = storage(tmp_path, pool)  # another engine finds them
+    again = storage(cluster, model, pool)  # another engine finds them
     assert again.batch_exists(keys_of(1, 2, 3, 4)) == 3
     for piece in pool.pieces:
         piece[:] = 0xEE
@@ -90,55 +76,37 @@ def test_pages_go_to_nodes_and_come_back(tmp_path: Path, nodes: Any, sizes: list
     assert (pool.bytes_of(7), pool.bytes_of(8)) == (before[15], before[5])
     others = [page for page in range(16) if page not in (7, 8)]
     assert all((piece[others] == 0xEE).all() for piece in pool.pieces)
-    assert sum(node.server.counts["stored"] for node in nodes) == 3 * len(sizes)
     again.close()
 
 
-def test_pages_of_a_dead_node_are_missing(tmp_path: Path, nodes: Any) -> None:
-    pool = HostPool(LATENT)
-    before = [pool.bytes_of(page) for page in range(16)]
-    made = storage(tmp_path, pool)
-    pages = list(range(16))
-    assert made.batch_set_v1(keys_of(*pages), pool.tokens_of(pages)) == [True] * 16
-    nodes[0].stop()
-    for piece in pool.pieces:
-        piece[:] = 0xEE
-    arrived = made.batch_get_v1(keys_of(*pages), pool.tokens_of(pages))
-    assert 0 < sum(arrived) < 16
-    assert [pool.bytes_of(page) == before[page] for page in pages] == arrived
-    assert [made.exists(key) for key in keys_of(*pages)] == arrived
-    made.close()
-
-
-def test_clear_deletes_what_this_engine_stored(tmp_path: Path, nodes: Any) -> None:
+def test_clear_is_for_all_engines(cluster: Cluster, model: str) -> None:
     pool = HostPool(KV)
-    first, second = storage(tmp_path, pool), storage(tmp_path, pool)
+    first, second = storage(cluster, model, pool), storage(cluster, model, pool)
+    other = storage(cluster, model + " not", pool)
     first.batch_set_v1(keys_of(1, 2), pool.tokens_of([1, 2]))
-    second.batch_set_v1(keys_of(3), pool.tokens_of([3]))
+    other.batch_set_v1(keys_of(3), pool.tokens_of([3]))
+    assert second.exists(keys_of(1)[0])
     first.clear()
-    assert [second.exists(key) for key in keys_of(1, 2, 3)] == [False, False, True]
-    first.clear()  # nothing is left
-    for each in (first, second):
+    time.sleep(1.0)
+    assert not any(second.exists(key) for key in keys_of(1, 2)) and other.exists(keys_of(3)[0])
+    for each in (first, second, other):
         each.close()
 
 
-def test_ranks_and_models_do_not_mix(tmp_path: Path, nodes: Any) -> None:
+def test_ranks_and_models_do_not_mix(cluster: Cluster, model: str) -> None:
     pool = HostPool(KV)
-    made = storage(tmp_path, pool, tp_rank=0, tp_size=2)
+    made = storage(cluster, model, pool, tp_rank=0, tp_size=2)
     made.batch_set_v1(keys_of(1), pool.tokens_of([1]))
-    others = [
-        storage(tmp_path, pool, tp_rank=1, tp_size=2),
-        storage(tmp_path, pool, tp_size=2, extra={"revision": "s"}),
-    ]
-    same = storage(tmp_path, pool, tp_rank=0, tp_size=2, dp_rank=3)
+    others = [storage(cluster, model, pool, tp_rank=1, tp_size=2), storage(cluster, "other", pool, tp_size=2)]
+    same = storage(cluster, model, pool, tp_rank=0, tp_size=2, dp_rank=3)
     assert [each.exists(keys_of(1)[0]) for each in (made, *others, same)] == [True, False, False, True]
     for each in (made, *others, same):
         each.close()
 
 
-def test_one_rank_writes_pages_that_all_have(tmp_path: Path, nodes: Any) -> None:
+def test_one_rank_writes_pages_that_all_have(cluster: Cluster, model: str) -> None:
     pool = HostPool(LATENT)
-    writer, reader = (storage(tmp_path, pool, is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1))
+    writer, reader = (storage(cluster, model, pool, is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1))
     assert reader.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [False]
     assert writer.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [True]
     assert reader.exists(keys_of(1)[0])
@@ -146,40 +114,45 @@ def test_one_rank_writes_pages_that_all_have(tmp_path: Path, nodes: Any) -> None
         each.close()
 
 
-def test_each_pool_has_its_nodes(tmp_path: Path, nodes: Any) -> None:
-    pool = HostPool(KV)
-    made = storage(tmp_path, pool, extra={"nodes": {"kv": str(tmp_path / "nodes")}})
-    assert made.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [True]
-    made.close()
-    with pytest.raises(ValueError, match='host pool kv has no list of nodes: "nodes" has mamba'):
-        storage(tmp_path, pool, extra={"nodes": {"mamba": str(tmp_path / "nodes")}})
-
-
 @pytest.mark.parametrize(
     ("extra", "sizes", "complaint"),
     [
-        ({"nodes": None}, KV, '"nodes": the path of the list of nodes'),
-        ({"key": 3}, KV, '"key" of .* is 3; it is the path'),
+        ({"master": None}, KV, '"master": HOST:PORT'),
         ({"interface_v1": 0}, KV, "interface_v1"),
         ({}, LAYERS, "pages of host pool kv have 6 pieces"),
-        ({"replicas": 0}, KV, "replicas.* is 0"),
+        ({"replicas": 0}, KV, '"replicas" of .* is 0'),
+        ({"masterr": "x:1"}, KV, 'is "master" meant'),
     ],
-    ids=["no nodes", "no key", "no interface", "layers", "no replicas"],
+    ids=["no master", "no interface", "layers", "no replicas", "misspelt"],
 )
-def test_what_it_refuses(tmp_path: Path, nodes: Any, extra: Any, sizes: list[int], complaint: str) -> None:
+def test_what_it_refuses(cluster: Cluster, model: str, extra: Any, sizes: list[int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        storage(tmp_path, HostPool(sizes), extra=extra)
+        storage(cluster, model, HostPool(sizes), extra=extra)
 
 
-def test_a_list_that_is_not_there(tmp_path: Path, nodes: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="none"):
-        storage(tmp_path, HostPool(KV), extra={"nodes": str(tmp_path / "none")})
+OTHER_PROCESS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sglang_stand_in as stand_in
+sys.modules.update(stand_in.modules())
+import test_sglang_remote as ours
+from types import SimpleNamespace
+pool = stand_in.HostPool(ours.KV)
+made = ours.storage(SimpleNamespace(address=sys.argv[2]), sys.argv[3], pool)
+before = [pool.bytes_of(page) for page in range(16)]
+for piece in pool.pieces: piece[:] = 0xEE
+assert made.batch_get_v1(ours.keys_of(1, 2), pool.tokens_of([3, 4])) == [True, True]
+assert [pool.bytes_of(3), pool.bytes_of(4)] == [before[1], before[2]]
+made.close()
+"""
 
 
-def test_a_key_of_the_files_is_told(
-    tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvswap._options._warned", set())
-    made = storage(tmp_path, HostPool(KV), extra={"directory": "/tmp"})
-    assert "does not know directory" in caplog.text
+def test_two_processes(cluster: Cluster, model: str) -> None:
+    pool = HostPool(KV)
+    made = storage(cluster, model, pool)
+    assert made.batch_set_v1(keys_of(1, 2), pool.tokens_of([1, 2])) == [True, True]
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", OTHER_PROCESS, here, cluster.address, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     made.close()

@@ -1,5 +1,5 @@
-"""The remote tier as vLLM's tiering loads it, with vLLM's own classes and the stand-in for NIXL of remote_agent.py;
-skipped where there is no vLLM."""
+"""The remote tier as vLLM's tiering loads it, with vLLM's own classes and Mooncake's own nodes; skipped where
+there is no vLLM or no Mooncake."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -8,18 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
 tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
-pytest.importorskip("zmq")
-pytest.importorskip("msgspec")
+pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 of_files = pytest.importorskip("test_vllm_file_tier")
-of_remote = pytest.importorskip("test_remote")
+from mooncake_nodes import Cluster  # noqa: E402
 
 if not hasattr(base.LookupResult, "RETRY"):
     pytest.skip("this vLLM's lookups cannot be answered later", allow_module_level=True)
@@ -28,8 +26,8 @@ if not of_files.BY_PATH:
 
 
 class Rig(of_files.Rig):
-    def __init__(self, folder: Path) -> None:
-        options = {"type": "RemoteTier", "nodes": str(folder / "nodes"), "key": str(folder / "key")}
+    def __init__(self, master: str) -> None:
+        options = {"type": "RemoteTier", "master": master, "timeout": 3.0}
         self.memory = random_bytes(1, of_files.CHUNKS * of_files.NBYTES).reshape(of_files.CHUNKS, -1).copy()
         self.before, self.jobs = self.memory.copy(), 0
         self.open(options)
@@ -44,15 +42,14 @@ class Rig(of_files.Rig):
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with of_remote.listed_nodes(tmp_path, monkeypatch, nbytes=of_files.NBYTES) as nodes:
-        yield nodes[0]
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, 1) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def rig(tmp_path: Path, node: Any) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    assert rig.tier._store.wait_nodes(timeout=PATIENCE) == 1
+def rig(cluster: Cluster) -> Iterator[Rig]:
+    rig = Rig(cluster.address)
     yield rig
     rig.tier.shutdown()
 
@@ -94,10 +91,10 @@ def test_a_missing_block_is_a_failed_key(rig: Rig) -> None:
     assert (rig.memory[4] == 0xEE).all()
 
 
-def test_a_dead_node_has_nothing(rig: Rig, node: Any) -> None:
+def test_a_dead_node_has_nothing(rig: Rig, cluster: Cluster) -> None:
     job = rig.job([1], [1], load=False)
     assert rig.finished()[job].success and rig.has(1)
-    node.stop()
+    cluster.nodes[0].kill()
     job = rig.job([1], [2], load=True)
     assert not rig.finished()[job].success
     end = time.monotonic() + PATIENCE

@@ -1,27 +1,26 @@
-/* kvswap._C._remote_...: slots of a remote pool, many at once, for kvswap.remote. The lists are the package's own: no
+/* kvswap._C._remote_...: sealed blocks, many at once, for kvswap.remote. The lists are the package's own: no
  * other thread changes them, and each address is of memory that the caller keeps. */
 #include "bind.h"
 
 #include <string.h>
 
-#include "../remote/slot.h"
+#include "../remote/exit.h"
+#include "../remote/header.h"
 
-enum work { SEAL, CHECK, RENUMBER, VOID };
-
-/* One call. blocks, keys, generations: NULL where the work takes none. */
+/* One call. blocks: NULL where a check copies nothing. */
 struct remote_call {
-  enum work work;
-  struct kvs_py_list slots, blocks, generations;
+  struct kvs_py_list slots, blocks;
   uint64_t nbytes;
-  Py_buffer keys; /* obj NULL: none */
-  uint8_t *verdicts;
+  Py_buffer identity, keys, secret; /* obj NULL: none */
+  uint8_t *verdicts;                /* NULL: seal */
 };
 
 static void clear(struct remote_call *call) {
   Py_XDECREF(call->slots.keep);
   Py_XDECREF(call->blocks.keep);
-  Py_XDECREF(call->generations.keep);
+  PyBuffer_Release(&call->identity);
   PyBuffer_Release(&call->keys);
+  PyBuffer_Release(&call->secret);
 }
 
 static int read_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list) {
@@ -30,45 +29,28 @@ static int read_words(struct kvs_py_state *state, PyObject *object, const char *
   return is == 1 ? 0 : -1;
 }
 
-static int read_keys(struct remote_call *call, PyObject *object) {
-  if (PyObject_GetBuffer(object, &call->keys, PyBUF_SIMPLE) < 0) return -1;
-  size_t given = (size_t)call->keys.len, needed = call->slots.count * KVS_REMOTE_KEY_NBYTES;
-  if (given == needed) return 0;
-  return kvs_py_complain(PyExc_ValueError, "keys", -1, "has %zu bytes; %zu slots need %zu", given, call->slots.count,
-                         needed);
-}
-
-static const uint8_t *key_of(const struct remote_call *call, size_t i) {
-  return (const uint8_t *)call->keys.buf + i * KVS_REMOTE_KEY_NBYTES;
-}
-
-/* A checked block is copied to where it is wanted; nothing is written where the check fails. */
-static void check_one(const struct remote_call *call, size_t i) {
-  const void *slot = (const void *)(uintptr_t)call->slots.data[i];
-  uint64_t generation = call->generations.keep == NULL ? 0 : call->generations.data[i];
-  enum kvs_remote_verdict verdict = kvs_remote_check(slot, call->nbytes, key_of(call, i), generation);
-  call->verdicts[i] = (uint8_t)verdict;
-  if (verdict == KVS_REMOTE_RIGHT && call->blocks.keep != NULL)
-    memcpy((void *)(uintptr_t)call->blocks.data[i], (const uint8_t *)slot + KVS_REMOTE_HEADER_NBYTES, call->nbytes);
+static int read_bytes(PyObject *object, const char *name, size_t needed, Py_buffer *to) {
+  if (PyObject_GetBuffer(object, to, PyBUF_SIMPLE) < 0) return -1;
+  if ((size_t)to->len == needed) return 0;
+  return kvs_py_complain(PyExc_ValueError, name, -1, "has %zd bytes; it must have %zu", to->len, needed);
 }
 
 static void run_one(const struct remote_call *call, size_t i) {
+  struct kvs_remote_label label = {
+      .identity = call->identity.buf,
+      .key = (const uint8_t *)call->keys.buf + i * KVS_REMOTE_HASH_NBYTES,
+      .secret = call->secret.obj != NULL ? call->secret.buf : NULL,
+      .nbytes = call->nbytes,
+  };
   void *slot = (void *)(uintptr_t)call->slots.data[i];
-  switch (call->work) {
-  case SEAL:
-    kvs_remote_seal(slot, (const void *)(uintptr_t)call->blocks.data[i], call->nbytes, key_of(call, i),
-                    call->generations.data[i]);
-    break;
-  case CHECK:
-    check_one(call, i);
-    break;
-  case RENUMBER:
-    kvs_remote_renumber(slot, call->generations.data[i]);
-    break;
-  case VOID:
-    kvs_remote_void(slot);
-    break;
+  void *block = call->blocks.keep != NULL ? (void *)(uintptr_t)call->blocks.data[i] : NULL;
+  if (call->verdicts == NULL) {
+    kvs_remote_seal(slot, block, &label);
+    return;
   }
+  call->verdicts[i] = (uint8_t)kvs_remote_check(slot, &label);
+  if (call->verdicts[i] == KVS_REMOTE_RIGHT && block != NULL) /* nothing is written where the check fails */
+    memcpy(block, (const uint8_t *)slot + KVS_REMOTE_HEADER_NBYTES, call->nbytes);
 }
 
 static void run(const struct remote_call *call) {
@@ -77,31 +59,27 @@ static void run(const struct remote_call *call) {
   Py_END_ALLOW_THREADS
 }
 
-enum { SLOTS, BLOCKS, NBYTES, KEYS, GENERATIONS, ARGUMENTS };
-static const char *const names[] = {"slots", "blocks", "nbytes", "keys", "generations"};
+enum { SLOTS, BLOCKS, NBYTES, IDENTITY, KEYS, SECRET, ARGUMENTS };
+static const char *const names[] = {"slots", "blocks", "nbytes", "identity", "keys", "secret"};
 
-static int read_all(struct kvs_py_state *state, PyObject *const *values, struct remote_call *call) {
+static int read_all(struct kvs_py_state *state, PyObject *const *values, bool seal, struct remote_call *call) {
   if (read_words(state, values[SLOTS], "slots", &call->slots) < 0) return -1;
   if (kvs_py_uint64(values[NBYTES], "nbytes", -1, &call->nbytes) < 0) return -1;
-  if (read_keys(call, values[KEYS]) < 0) return -1;
-  bool seal = call->work == SEAL;
-  if (seal || values[BLOCKS] != Py_None) {
-    if (read_words(state, values[BLOCKS], "blocks", &call->blocks) < 0) return -1;
-    if (kvs_py_same_length("blocks", call->blocks.count, "slots", call->slots.count) < 0) return -1;
-  }
-  if (seal || values[GENERATIONS] != Py_None) {
-    if (read_words(state, values[GENERATIONS], "generations", &call->generations) < 0) return -1;
-    if (kvs_py_same_length("generations", call->generations.count, "slots", call->slots.count) < 0) return -1;
-  }
-  return 0;
+  if (read_bytes(values[IDENTITY], "identity", KVS_REMOTE_HASH_NBYTES, &call->identity) < 0) return -1;
+  if (read_bytes(values[KEYS], "keys", call->slots.count * KVS_REMOTE_HASH_NBYTES, &call->keys) < 0) return -1;
+  if (values[SECRET] != Py_None && read_bytes(values[SECRET], "secret", KVS_REMOTE_HASH_NBYTES, &call->secret) < 0)
+    return -1;
+  if (!seal && values[BLOCKS] == Py_None) return 0;
+  if (read_words(state, values[BLOCKS], "blocks", &call->blocks) < 0) return -1;
+  return kvs_py_same_length("blocks", call->blocks.count, "slots", call->slots.count);
 }
 
 static PyObject *remote_seal(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"_remote_seal", names, ARGUMENTS, ARGUMENTS, ARGUMENTS};
-  struct remote_call call = {.work = SEAL};
+  struct remote_call call = {.verdicts = NULL};
   PyObject *values[ARGUMENTS];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  int rc = read_all(PyModule_GetState(module), values, &call);
+  int rc = read_all(PyModule_GetState(module), values, true, &call);
   if (rc == 0) run(&call);
   clear(&call);
   return rc == 0 ? Py_NewRef(Py_None) : NULL;
@@ -109,10 +87,10 @@ static PyObject *remote_seal(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyObject *remote_check(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"_remote_check", names, ARGUMENTS, ARGUMENTS, ARGUMENTS};
-  struct remote_call call = {.work = CHECK};
+  struct remote_call call = {.verdicts = NULL};
   PyObject *values[ARGUMENTS], *verdicts = NULL;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (read_all(PyModule_GetState(module), values, &call) == 0)
+  if (read_all(PyModule_GetState(module), values, false, &call) == 0)
     verdicts = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)call.slots.count);
   if (verdicts != NULL) {
     call.verdicts = (uint8_t *)PyBytes_AS_STRING(verdicts);
@@ -122,27 +100,10 @@ static PyObject *remote_check(PyObject *module, PyObject *const *args, Py_ssize_
   return verdicts;
 }
 
-static PyObject *remote_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const own[] = {"slots", "generations"};
-  static const struct kvs_py_args spec = {"_remote_renumber", own, 2, 2, 2};
-  struct kvs_py_state *state = PyModule_GetState(module);
-  struct remote_call call = {.work = RENUMBER};
-  PyObject *values[2];
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  int rc = read_words(state, values[0], "slots", &call.slots);
-  if (rc == 0) rc = read_words(state, values[1], "generations", &call.generations);
-  if (rc == 0) rc = kvs_py_same_length("generations", call.generations.count, "slots", call.slots.count);
-  if (rc == 0) run(&call);
-  clear(&call);
-  return rc == 0 ? Py_NewRef(Py_None) : NULL;
-}
-
-static PyObject *remote_void(PyObject *module, PyObject *slots) {
-  struct remote_call call = {.work = VOID};
-  int rc = read_words(PyModule_GetState(module), slots, "slots", &call.slots);
-  if (rc == 0) run(&call);
-  clear(&call);
-  return rc == 0 ? Py_NewRef(Py_None) : NULL;
+static PyObject *remote_exit_count(PyObject *module, PyObject *more) {
+  (void)module;
+  kvs_remote_exit_count(more == Py_True ? 1 : -1);
+  return Py_NewRef(Py_None);
 }
 
 /* -- the caller's blocks ------------------------------------------------------------------------------------------- */
@@ -209,22 +170,20 @@ static PyObject *remote_addresses(PyObject *module, PyObject *const *args, Py_ss
   return NULL;
 }
 
-PyDoc_STRVAR(seal_doc, "_remote_seal($module, /, slots, blocks, nbytes, keys, generations)\n--\n\n"
+PyDoc_STRVAR(seal_doc, "_remote_seal($module, /, slots, blocks, nbytes, identity, keys, secret)\n--\n\n"
                        "Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined.");
-PyDoc_STRVAR(check_doc, "_remote_check($module, /, slots, blocks, nbytes, keys, generations)\n--\n\n"
-                        "A byte a slot: 0: right, and copied to blocks unless that is None. generations None: any.");
-PyDoc_STRVAR(renumber_doc, "_remote_renumber($module, /, slots, generations)\n--\n\n"
-                           "Give checked slots other generations.");
-PyDoc_STRVAR(void_doc, "_remote_void($module, slots, /)\n--\n\n"
-                       "No check succeeds on these slots until they are sealed.");
+PyDoc_STRVAR(check_doc, "_remote_check($module, /, slots, blocks, nbytes, identity, keys, secret)\n--\n\n"
+                        "A byte a slot: 0: right, and copied to blocks unless that is None.");
+PyDoc_STRVAR(exit_doc,
+             "_remote_exit_count($module, opened, /)\n--\n\n"
+             "A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit().");
 PyDoc_STRVAR(addresses_doc,
              "_remote_addresses($module, /, blocks, ids, nbytes, count, write)\n--\n\n"
              "(addresses, what keeps them) of the caller's blocks, as FileStore takes them, of host memory.");
 PyMethodDef kvs_py_remote_methods[] = {
     {"_remote_seal", KVS_PY_FASTCALL(remote_seal), METH_FASTCALL | METH_KEYWORDS, seal_doc},
     {"_remote_check", KVS_PY_FASTCALL(remote_check), METH_FASTCALL | METH_KEYWORDS, check_doc},
-    {"_remote_renumber", KVS_PY_FASTCALL(remote_renumber), METH_FASTCALL | METH_KEYWORDS, renumber_doc},
-    {"_remote_void", remote_void, METH_O, void_doc},
+    {"_remote_exit_count", remote_exit_count, METH_O, exit_doc},
     {"_remote_addresses", KVS_PY_FASTCALL(remote_addresses), METH_FASTCALL | METH_KEYWORDS, addresses_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -6,7 +6,10 @@ import os
 import weakref
 from typing import Any
 
-NAMES = ("stored", "loaded", "deleted", "missed", "changed", "failed", "refused_full")
+NAMES = (
+    "stored", "loaded", "deleted", "missed", "failed", "late", "no_room",
+    "no_header", "other_identity", "other_key", "other_length", "wrong_bytes", "wrong_mac", "cleared", "refused_full",
+)  # fmt: skip
 _stores: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -1,7 +1,4 @@
-"""Names of blocks between nodes: 16 bytes of BLAKE2b over the layout and the key.
-
-Two layouts never share a block, keys have one length on the wire, and a node does not learn the engine's keys.
-"""
+"""Names of blocks in Mooncake: identity, epoch, the engine's key. Two of them that differ in anything differ."""
 
 from __future__ import annotations
 
@@ -11,32 +8,41 @@ from typing import Any
 
 import numpy as np
 
-KEY_NBYTES = 16
+HASH_NBYTES = 16
 _MOST_KEY_NBYTES = 512
+_PLAIN_NBYTES = 40  # a longer key is hashed
 
 
-class Namer:
-    """Names the keys of one layout."""
-
-    def __init__(self, block_nbytes: int, text: str) -> None:
-        self._base = hashlib.blake2b(f"{block_nbytes} {text}\0".encode(), digest_size=KEY_NBYTES)
-
-    def names(self, keys: Any) -> bytes:
-        """keys: as for kvswap.files.FileStore. The names one after the other."""
-        found = []
-        for key in _as_bytes(keys):
-            state = self._base.copy()
-            state.update(key)
-            found.append(state.digest())
-        return b"".join(found)
+def identity_of(block_nbytes: int, text: str) -> bytes:
+    """16 bytes that stand for a layout."""
+    return hashlib.blake2b(f"{block_nbytes} {text}".encode(), digest_size=HASH_NBYTES).digest()
 
 
-def _as_bytes(keys: Any) -> Sequence[bytes]:
+def names(identity: bytes, epoch: bytes, keys: Sequence[bytes]) -> list[str]:
+    """Mooncake's keys. A hashed key begins with a letter that is no hexadecimal digit."""
+    start = f"kvswap/{identity.hex()}/{epoch.hex()}/"
+    if max(map(len, keys), default=0) <= _PLAIN_NBYTES:
+        return [start + text for text in map(bytes.hex, keys)]
+    return [
+        start + (key.hex() if len(key) <= _PLAIN_NBYTES else f"h{hashlib.blake2b(key, digest_size=32).hexdigest()}")
+        for key in keys
+    ]
+
+
+def hashes(of: Sequence[str]) -> bytes:
+    """16 bytes a name, one after the other: what a block's header has."""
+    return b"".join(hashlib.blake2b(name.encode(), digest_size=HASH_NBYTES).digest() for name in of)
+
+
+def as_bytes(keys: Any) -> list[bytes]:
+    """keys: as for kvswap.files.FileStore."""
     if isinstance(keys, np.ndarray):
         return _rows(keys)
     if isinstance(keys, (bytes, bytearray, str)) or not hasattr(keys, "__len__"):
         raise TypeError(f"keys must be a sequence of bytes, not {type(keys).__name__}: pass [x] for one")
     found = list(keys)
+    if set(map(type, found)) <= {bytes} and all(map(_MOST_KEY_NBYTES.__ge__, map(len, found))) and all(found):
+        return found
     for i, key in enumerate(found):
         if isinstance(key, tuple) and len(key) == 2:
             key = found[i] = b"block_%d_pool_%d" % key

@@ -1,7 +1,8 @@
-"""The handle of one store(), load() or delete() of the remote tier."""
+"""The handle of one store() or load() of the remote tier."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -10,40 +11,51 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvswap import _C
+
 
 class RemoteTransfer:
-    """A transfer of blocks to or from other nodes, with what a FileTransfer has. It goes on if it is dropped, and holds
-    its tensors until its end. It ends in exactly one state. Any thread may use it."""
+    """Blocks on their way to or from nodes, with what a FileTransfer has. It goes on if it is dropped, and holds its
+    tensors until its end. It ends in exactly one state, at the latest at its limit, which the caller's own calls see
+    to: blocks without an outcome fail then. Any thread may use it."""
 
-    def __init__(
-        self, what: Literal["store", "load", "delete"], count: int, block_nbytes: int, hold: Any, ended: Any
-    ) -> None:
+    def __init__(self, what: Literal["store", "load"], count: int, block_nbytes: int, hold: Any, limit: float) -> None:
         self.what = what
-        self.num_blocks, self.nbytes = count, 0 if what == "delete" else count * block_nbytes
-        self.num_kept = 0
+        self.num_blocks, self.nbytes = count, count * block_nbytes
         self.cancelled = False
-        self._begin = time.monotonic()
+        self._begin, self._limit = time.monotonic(), limit
         self._elapsed: float | None = None
-        self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next
+        self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next three
+        self._touched = set[int]()  # those whose memory a thread of the store reads or writes
+        self._over = False  # the limit has come, or all were cancelled
         self._reasons: dict[int, Exception] = {}
-        self._hold, self._on_end = hold, ended
-        self._after: tuple[Any, ...] = ()  # kvswap Events and Transfers that the device's copies start after
+        self._hold = hold
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._pid = os.getpid()
         if count == 0:
             self._elapsed = 0.0
             self._ended.set()
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not: check error. Never blocks."""
+        if self._pid != os.getpid():
+            return True
+        if not self._ended.is_set() and time.monotonic() >= self._begin + self._limit:
+            self._stop(_C.Error(f"there was no answer within {self._limit:g} seconds"))
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; raise the error of the first failed block, if any.
 
-        timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the {self.what} has not ended after {timeout:g} seconds; it goes on")
+        timeout: seconds, None for no limit but the store's. TimeoutError and Ctrl-C leave the transfer running."""
+        if self._pid == os.getpid() and not self.done():
+            left = self._begin + self._limit - time.monotonic()
+            self._ended.wait(max(0.0, left if timeout is None else min(left, timeout)))
+            if not self.done() and (timeout is None or left <= timeout):
+                self._ended.wait(timeout)  # a copy in memory is under way
+            if not self.done():
+                raise TimeoutError(f"the {self.what} has not ended after {timeout:g} seconds; it goes on")
         if self.error is not None:
             raise self.error
 
@@ -52,16 +64,20 @@ class RemoteTransfer:
         self.wait(timeout)
 
     def cancel(self) -> bool:
-        """Skip the blocks that have not begun; returns whether the transfer had not ended."""
+        """Fail the blocks that have no outcome; returns whether the transfer had not ended. Nothing reaches the memory
+        of a cancelled load afterwards, once done() is True."""
+        if self.done():
+            return False
         self.cancelled = True
-        return not self.done()
+        self._stop(_C.Error("cancelled"))
+        return True
 
     @property
     def state(self) -> Literal["running", "done", "failed", "cancelled"]:
         """'running', 'done', 'failed' or 'cancelled'."""
         if not self.done():
             return "running"
-        if not self._reasons:
+        if not self.reasons:
             return "done"
         return "cancelled" if self.cancelled else "failed"
 
@@ -84,26 +100,55 @@ class RemoteTransfer:
     @property
     def reasons(self) -> dict[int, Exception]:
         """An Exception for each of failed_blocks, by position; empty while it runs."""
+        if self._pid != os.getpid():
+            forked = _C.Error("the transfer was begun before fork(), by another process")
+            return dict.fromkeys(range(self.num_blocks), forked)
         return dict(self._reasons) if self.done() else {}
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
-    def _settle(self, right: list[int], wrong: Iterable[tuple[int, Exception]] = (), kept: int = 0) -> None:
+    def _touch(self, positions: list[int]) -> bool:
+        """Before the caller's memory of these blocks is read or written. False: they have ended already."""
+        with self._lock:
+            if self._over:
+                return False
+            self._touched.update(positions)
+        return True
+
+    def _settle(self, right: Iterable[int], wrong: Iterable[tuple[int, Exception]] = ()) -> None:
         """The outcome of some blocks; the first one of each counts."""
         with self._lock:
-            before = len(self._left)
-            self._reasons.update((position, error) for position, error in wrong if position in self._left)
-            self._left.difference_update(right, self._reasons)
-            self.num_kept += kept
-            over = before > 0 and not self._left
+            before = bool(self._left)
+            for position, error in wrong:
+                if position in self._left:
+                    self._reasons[position] = error
+                    self._left.discard(position)
+                self._touched.discard(position)
+            self._left.difference_update(right)
+            self._touched.difference_update(right)
+            over = before and not self._left
         if over:
             self._end()
+
+    def _untouch(self, positions: list[int]) -> None:
+        """A store has read the caller's memory, and has no outcome yet."""
+        with self._lock:
+            self._touched.difference_update(positions)
+            late = self._over
+        if late:
+            self._stop(_C.Error(f"there was no answer within {self._limit:g} seconds"))
+
+    def _stop(self, error: Exception) -> None:
+        """Fail what has no outcome. Blocks whose memory is used now get theirs from the thread that does."""
+        with self._lock:
+            self._over = True
+            gone = self._left - self._touched
+        self._settle((), [(position, error) for position in gone])
 
     def _end(self) -> None:
         self._elapsed = time.monotonic() - self._begin
         self._hold = None
         self._ended.set()
-        self._on_end(self)
 
     def __repr__(self) -> str:
         return f"<RemoteTransfer {self.what} of {self.num_blocks} blocks, {self.state}>"

@@ -93,7 +93,7 @@ class Pages:
         return self._move(keys, host_indices, load=False)
 
     def clear(self) -> None:
-        """Remove all pages: of files those of all engines, of nodes those that this process stored."""
+        """Remove all pages, those of all engines."""
         assert self.store is not None
         self.store.clear()
 

@@ -133,10 +133,13 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
             if load:
                 transfer = self._store.load(keys, addresses)
             elif not self._readonly:
-                transfer = self._store.store(keys, addresses, replace=False)
+                transfer = self._put(keys, addresses)
         except _C.QueueFull as error:
             _log.debug("job %s is dropped: %s", job.job_id, error)
         self._jobs[job.job_id] = _Job(transfer, keys, load, time.monotonic())
+
+    def _put(self, keys: list[bytes], addresses: NDArray[Any]) -> Any:
+        return self._store.store(keys, addresses, replace=False)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """The jobs that ended since the last call; of a load with the keys that arrived."""
@@ -269,6 +272,8 @@ def tier_of(tier_type: str) -> str:
 
 class _Nothing:
     """A store in which nothing is stored or found."""
+
+    epoch = None
 
     def contains(self, keys: list[bytes]) -> list[bool]:
         return [False] * len(keys)

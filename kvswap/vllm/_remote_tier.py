@@ -1,10 +1,10 @@
 """A secondary tier for vLLM's tiered KV offloading: blocks of the host tier in the memory of other nodes.
 
     "secondary_tiers": [{"type": "RemoteTier", "module_path": "kvswap.vllm",
-                         "nodes": "/etc/kvswap/nodes", "key": "/etc/kvswap/client.key"}]
+                         "master": "10.0.0.1:50051"}]
 
-As FileTier, over kvswap.remote. A lookup would be a round trip to a node, for which the scheduler must not wait: the
-first one of a key is answered RETRY, and a thread asks the nodes for all keys that wait. A node that is down has none.
+As FileTier, over kvswap.remote. A lookup would be a round trip to Mooncake's master, for which the scheduler must not
+wait: the first one of a key is answered RETRY, and a thread asks for all keys that wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again after
 _UNUSED_SECONDS = 60.0  # one that was not used yet is kept longer, as an engine's step can take longer than a second
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
-_OPTIONS = (*_options.REMOTE, *_options.IDENTITY, _options.path("nodes", "the list of nodes"))
+_OPTIONS = (*_options.REMOTE, *_options.IDENTITY)
 
 
 class _Lookups:
@@ -38,6 +38,7 @@ class _Lookups:
         self._changed = threading.Condition()
         self._wanted: dict[bytes, None] = {}  # guarded by _changed, as the next two
         self._answers: dict[bytes, tuple[float, bool]] = {}  # until when; in the order of their time
+        self._epoch: bytes | None = None  # of the answers
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvswap-vllm-lookup", daemon=True)
         self._thread.start()
@@ -46,6 +47,8 @@ class _Lookups:
         """None: not known yet."""
         with self._changed:
             now = time.monotonic()
+            if self._answers and self._epoch != self._store.epoch:  # it was cleared
+                self._answers.clear()
             until, there = self._answers.get(key, (0.0, False))
             if until > now:
                 self._answers[key] = min(until, now + _FRESH_SECONDS), there
@@ -63,16 +66,20 @@ class _Lookups:
                 if self._closed:
                     return
                 keys = list(self._wanted)[:_MOST_AT_ONCE]
+            epoch = self._store.epoch
             try:
                 found = self._store.contains(keys)
             except Exception as error:  # the requests must not wait for an answer for ever
                 _log.warning("the remote tier cannot be asked: %s", error)
                 found = [False] * len(keys)
-            self._put(keys, found)
+            self._put(keys, found, epoch)
 
-    def _put(self, keys: list[bytes], found: list[bool]) -> None:
+    def _put(self, keys: list[bytes], found: list[bool], epoch: bytes | None) -> None:
         until = time.monotonic() + _UNUSED_SECONDS
         with self._changed:
+            if epoch != self._epoch:
+                self._answers.clear()
+                self._epoch = epoch
             for key, there in zip(keys, found, strict=True):
                 self._wanted.pop(key, None)
                 self._answers.pop(key, None)
@@ -90,8 +97,7 @@ class _Lookups:
 class RemoteTier(StoreTier):
     """vLLM's SecondaryTierManager over a kvswap.remote.RemoteStore.
 
-    nodes, key, replicas, queue, timeout, staging_nbytes: as for kvswap.remote.RemoteStore; nodes is a path. Each node
-      serves blocks of one size: that of vLLM's chunks, which the log names at the start.
+    master: HOST:PORT of mooncake_master. The other options are RemoteStore's.
     """
 
     # From 0.33 on: where vLLM counts the hits. By the medium it would count them as a disk's.
@@ -112,22 +118,25 @@ class RemoteTier(StoreTier):
 
         self._identify(offloading_spec, given)
         if self.identity.storable:
-            self._store = RemoteStore(given.pop("nodes"), self.identity.layout(self._stride), **given)
+            self._store = RemoteStore(layout=self.identity.layout(self._stride), **given)
         self._lookups = _Lookups(self._store)
-        _log.info("remote tier: %s; blocks of %d bytes", self._store, self._stride)
+        _log.info("remote tier: %s", self._store)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """HIT or MISS, or RETRY until a node has answered."""
+        """HIT or MISS, or RETRY until the master has answered."""
         key = bytes(key)
         there = False if self._is_unreadable(key) else self._lookups.get(key)
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
 
+    def _put(self, keys: list[bytes], addresses: Any) -> Any:
+        return self._store.store(keys, addresses)
+
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Does nothing: a node counts as used what is read from it."""
+        """Does nothing: Mooncake counts as used what is looked up and read."""
 
     def shutdown(self) -> None:
         """Disconnect. The nodes keep their blocks."""
         self._lookups.close()
-        self._store.close(5.0)
+        self._store.close()
