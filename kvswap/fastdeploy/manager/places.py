@@ -122,8 +122,10 @@ class Peer:
         try:
             parts = str(frame.get("Peer-Address")).split(":")
             self.uid, self.pid = int(parts[-3]), int(parts[-1])
-        except (LookupError, ValueError, TypeError, OSError):
-            pass  # this libzmq does not report the uid: -1 is no user, so the message is ignored
+        except Exception:
+            # Frames of ZMTP 1 and 2 have no Peer-Address, for which pyzmq raises ZMQError; no frame has one with an old
+            # libzmq. -1 is no user, so that the message is ignored.
+            self.uid = self.pid = -1
 
     @property
     def ours(self) -> bool:

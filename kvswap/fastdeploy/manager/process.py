@@ -23,6 +23,7 @@ from kvswap import _C
 from kvswap.fastdeploy.manager import messages, places
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.coordinator import MOST_CLIENTS, Coordinator, most_tasks
+from kvswap.fastdeploy.manager.door import Door, raise_limit
 from kvswap.fastdeploy.manager.messages import (
     Answer,
     Beat,
@@ -55,6 +56,7 @@ _AT_ONCE = 200  # messages received before the worker runs
 _KEPT_MESSAGES = 4096  # room in a socket's queues, beside tasks
 _SILENT = 3.0  # seconds without a delivered message after which an ending manager stops waiting for clients
 _LAST_WORDS = 1.0  # seconds that clients have to read rank 0's last messages
+_SPARE_CONNECTIONS = 64  # that are not clients, or not yet
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
@@ -122,6 +124,9 @@ class Rank0:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, settings)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        limit = raise_limit()
+        most = MOST_CLIENTS + settings.ranks + _SPARE_CONNECTIONS
+        self._door = Door(self._socket, self._path, min(most, max(_SPARE_CONNECTIONS // 8, limit // 4)))
         self._socket.bind(f"ipc://{self._path}")
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -347,6 +352,7 @@ class Rank0:
             self._drop(name)
         with contextlib.suppress(Exception):  # the process ends, and the driver frees what is left
             self._worker.close(self._settings.stop_timeout)
+        self._door.close()
         self._socket.close()
         self._context.term()
         for path in (self._path, self._state_file):
