@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from kvswap import _C
 from kvswap._manager_files import ManagerFiles
+from kvswap._timeouts import seconds
 from kvswap.files import FileTransfer
 
 if TYPE_CHECKING:
@@ -643,6 +644,7 @@ class KVCacheTransferManager:
         After TimeoutError they go on, and close() may be called again. DeviceError: the device is lost. A second call
         does nothing. Afterwards the memory may be freed, as soon as the model does not use it.
         """
+        timeout = seconds(timeout)
         self._closed = True
         end = None if timeout is None else time.monotonic() + timeout
         self._files.wait_for(None, timeout)

@@ -13,6 +13,11 @@ uint64_t kvs_deadline(int64_t timeout_ns) {
   return timeout_ns < 0 ? KVS_NO_DEADLINE : kvs_clock_ns() + (uint64_t)timeout_ns;
 }
 
+int64_t kvs_time_left(int64_t timeout_ns, uint64_t start) {
+  uint64_t waited = kvs_clock_ns() - start;
+  return timeout_ns > 0 && waited < (uint64_t)timeout_ns ? timeout_ns - (int64_t)waited : 0;
+}
+
 int kvs_cond_init(pthread_cond_t *cond) {
   pthread_condattr_t monotonic;
   int code = pthread_condattr_init(&monotonic);

@@ -11,7 +11,8 @@
 #define KVS_NO_DEADLINE UINT64_MAX
 
 uint64_t kvs_clock_ns(void);
-uint64_t kvs_deadline(int64_t timeout_ns); /* that far from now; negative: KVS_NO_DEADLINE */
+uint64_t kvs_deadline(int64_t timeout_ns);                 /* that far from now; negative: KVS_NO_DEADLINE */
+int64_t kvs_time_left(int64_t timeout_ns, uint64_t start); /* of a limit since `start`; of a negative one 0 */
 
 /* Like pthread_cond_init(), for use with kvs_cond_wait(): 0 or an errno. */
 int kvs_cond_init(pthread_cond_t *);

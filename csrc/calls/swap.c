@@ -312,7 +312,7 @@ static int list_copies(const struct batch_call *call, bool merge, struct kvs_cop
 
 /* Like ids, the caller's lists are read once: every plan is made from the checked copy. */
 static int copy_batch(struct kvs_scratch *scratch, struct batch_call *call, struct kvs_error *err) {
-  size_t count = call->count, sizes = call->one_size ? 1 : count;
+  size_t count = call->count, sizes = call->one_size && count ? 1 : count;
   if (count > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "%zu copies in one call; the limit is %u", count, UINT32_MAX);
   int status = kvs_scratch_reserve_ids(scratch, 2 * count + sizes, err);

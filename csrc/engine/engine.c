@@ -285,11 +285,9 @@ void kvs_shutdown(int64_t timeout_ns) {
   for (unsigned i = 0; (engine = kvs_engine_at(i)) != NULL; i++) {
     if (kvs_dev_forked(engine->device)) continue;
     atomic_store(&engine->closed, true);
-    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    (void)kvs_engine_drain(engine, NULL, left > 0 ? left : 0, &err);
+    (void)kvs_engine_drain(engine, NULL, kvs_time_left(timeout_ns, start), &err);
     kvs_engine_collect(engine);
-    left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    (void)kvs_reclaim_drain(engine, left > 0 ? left : 0);
+    (void)kvs_reclaim_drain(engine, kvs_time_left(timeout_ns, start));
   }
 }
 

@@ -430,10 +430,9 @@ void kvs_file_shutdown(int64_t timeout_ns) {
   uint64_t start = kvs_clock_ns();
   struct kvs_error err;
   for (struct kvs_file_store *store; (store = next_open()) != NULL;) {
-    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    int64_t left = kvs_time_left(timeout_ns, start);
     /* after a timeout the reference stays: the store's threads still use it */
-    if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
-      kvs_file_unref(store);
+    if (close_within(store, left, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK) kvs_file_unref(store);
   }
   while (await_closer(count_closed(), kvs_deadline(EXIT_NS))) continue;
   (void)kvs_cufile_close();

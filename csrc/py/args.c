@@ -145,14 +145,28 @@ int kvs_py_choice(PyObject *value, const char *name, const char *const *choices,
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {
   *ns = -1;
   if (value == NULL || value == Py_None) return 0;
-  double seconds = PyFloat_AsDouble(value);
-  if (seconds == -1.0 && PyErr_Occurred()) {
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-    PyErr_Clear();
+  double seconds = PyBool_Check(value) ? -1.0 : PyFloat_AsDouble(value);
+  bool error = PyErr_Occurred() != NULL, large = error && PyErr_ExceptionMatches(PyExc_OverflowError);
+  if (error && !large && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+  if (error) PyErr_Clear();
+  if (PyBool_Check(value) || (error && !large))
     return kvs_py_complain(PyExc_TypeError, name, -1, "must be a number of seconds or None, not %s",
                            Py_TYPE(value)->tp_name);
+  if (large) { /* an int beyond a double */
+    PyObject *zero = PyLong_FromLong(0);
+    int positive = zero == NULL ? -1 : PyObject_RichCompareBool(value, zero, Py_GT);
+    Py_XDECREF(zero);
+    if (positive < 0) return -1;
+    seconds = positive ? 9e9 : -1.0;
   }
-  if (!(seconds >= 0)) return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 0 or more seconds", value);
+  if (!(seconds >= 0)) {
+    PyObject *shown = PyFloat_FromDouble(seconds);
+    int rc = shown == NULL ? -1
+                           : kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 0 or more seconds",
+                                             large ? shown : value);
+    Py_XDECREF(shown);
+    return rc;
+  }
   if (seconds < 9e9) *ns = (int64_t)(seconds * 1e9); /* beyond 285 years: no limit */
   return 0;
 }

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from kvswap._timeouts import seconds
+
 try:
     from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
     from kvswap.fastdeploy.manager import places
@@ -76,6 +78,8 @@ def _make_task(
 
 
 _READY_EVERY = 0.05
+_MOST_SECONDS = 86400.0  # that the manager takes
+_NO_LIMIT = 1e6  # seconds, twelve days: what None and longer ones wait, as a lock of Python takes it
 _LATER = 5.0  # seconds beyond the manager's own limit, so that the manager's answer arrives and says what is missing
 
 
@@ -89,6 +93,12 @@ def _started(status: dict[str, Any]) -> str:
         if not rank["here"] or rank["phase"] in ("starting", "allocating", "open"):
             return f"rank {rank['rank']}: {rank['phase']}"
     return ""
+
+
+def _limit(timeout: float | None) -> float:
+    """The seconds to wait. TypeError, ValueError: it is no timeout."""
+    limit = seconds(timeout)
+    return _NO_LIMIT if limit is None else min(limit, _NO_LIMIT)
 
 
 class _Calls:
@@ -143,13 +153,16 @@ class _Calls:
         return self._body(asked, timeout)
 
     async def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
-        await self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
+        limit = _limit(timeout)
+        await self._answer(self._link.ask(kind, min(limit, _MOST_SECONDS), *args), limit + _LATER)
 
     async def _status(self, timeout: float) -> dict[str, Any]:
-        body: dict[str, Any] = await self._answer(self._link.ask(GetStatus), timeout)
+        limit = _limit(timeout)
+        body: dict[str, Any] = await self._answer(self._link.ask(GetStatus), limit)
         return body
 
     async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
+        timeout = _limit(timeout)
         end = time.monotonic() + timeout
         while True:
             try:
@@ -207,11 +220,13 @@ class AsyncClient(_Calls):
         result.
         """
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
-        await self._answer(self._link.submit(task), timeout)
+        limit = _limit(timeout)
+        await self._answer(self._link.submit(task), limit)
         return task.transfer_task_id
 
     async def result(self, task_id: str, timeout: float = 60.0) -> Result:
         """Wait for that task's Result. TimeoutError: the task has not ended."""
+        timeout = _limit(timeout)
         future = self._link.result_of(task_id)
         await self._wait(future, timeout)
         return self._ended(task_id, future, timeout)
@@ -221,6 +236,7 @@ class AsyncClient(_Calls):
 
         A result is handed out once: wait for a task by this or by result(), not by both.
         """
+        timeout = _limit(timeout)
         future = self._link.next_ended()
         try:
             await self._wait(future, timeout)
@@ -275,7 +291,8 @@ class AsyncClient(_Calls):
         The managers assume that the caller opens the caches, and take tasks from then on. A restarted rank has created
         new caches: the manager takes no task until handles() or attach() is called again.
         """
-        body: list[dict[str, Any]] = await self._answer(self._link.ask(GetHandles), timeout)
+        limit = _limit(timeout)
+        body: list[dict[str, Any]] = await self._answer(self._link.ask(GetHandles), limit)
         return body
 
     async def close(self) -> None:

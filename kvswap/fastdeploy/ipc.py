@@ -25,6 +25,7 @@ import numpy as np
 
 from kvswap import _C, memory
 from kvswap._regular import open_regular
+from kvswap._timeouts import seconds
 from kvswap.fastdeploy._tensors import itemsize
 from kvswap.fastdeploy.ops import current_device
 
@@ -72,6 +73,7 @@ class Opened:
     def close(self, timeout: float | None = 60.0) -> None:
         """Wait for the copies that use the memory, then close it. A second call does nothing. TimeoutError: copies
         still run, and the memory stays open."""
+        timeout = seconds(timeout)
         if self._mapped is not None and not self._mapped.closed:
             self._mapped.close(timeout)
 

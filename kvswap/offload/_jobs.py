@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap import _C
 from kvswap._log import logger
+from kvswap._timeouts import seconds
 from kvswap.offload import _counts
 from kvswap.offload._layers import Places, by_parts, places_of, wait_here, waits_of
 from kvswap.offload._layout import (
@@ -89,8 +90,8 @@ class Deadline:
     """One time limit for several waits; None: no limit."""
 
     def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self.end = None if timeout is None else time.monotonic() + timeout
+        self.timeout = seconds(timeout)
+        self.end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
         return None if self.end is None else max(0.0, self.end - time.monotonic())
@@ -412,7 +413,7 @@ class SingleDirectionOffloadingHandler:
         self._wait_for(lambda _: True, self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self.wait_timeout if timeout is None else timeout)
+        return Deadline(self.wait_timeout if timeout is None else timeout)  # infinity: no limit
 
     def _wait_for(self, wanted: Callable[[Job], bool], deadline: Deadline) -> None:
         with self._lock:
