@@ -21,6 +21,7 @@ from conftest import PATIENCE, run_python, until
 from processes import Process
 from sglang_stand_in import HostPool, MarkPool, PoolHitPolicy, PoolName, PoolTransfer, config
 
+import kvswap
 from kvswap import _shared_files, cli, testing
 
 KV, LATENT, LAYERS, UNEVEN = [8192, 8192], [4608], [512] * 6, [4096, 100, 1]
@@ -593,4 +594,25 @@ def test_the_files_are_nobody_elses(tmp_path: Path) -> None:
     assert oct((tmp_path / "kv").stat().st_mode & 0o777) == "0o700"
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "kv").rglob("*"))
     np.testing.assert_equal(len(list((tmp_path / "kv").iterdir())), 1)
+    made.close()
+
+
+def test_what_the_store_refuses_ends_no_thread_of_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise kvswap.Error("the store has no memory left")
+
+    pool = HostPool(KV)
+    made = storage(tmp_path, pool)
+    assert made.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [True]
+    assert made.batch_exists(["k" * 600]) == 0  # too long for a key of a store
+    assert made.batch_set_v1(["k" * 600], pool.tokens_of([1])) == [False]
+    for name in ("find", "load", "store"):
+        with monkeypatch.context() as patch:
+            patch.setattr(made._pages["kv"].store, name, refuse)
+            assert made.batch_exists(keys_of(1)) == (name != "find")
+            assert made.batch_get_v1(keys_of(1), pool.tokens_of([1])) == [name != "load"]
+            assert made.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [name != "store"]
+    assert "no memory left" in caplog.text
     made.close()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
+import kvswap
 from kvswap import testing
 from kvswap.files import clear
 
@@ -347,3 +348,34 @@ def test_scales_of_run_time_are_not_stored(tmp_path: Path, monkeypatch: pytest.M
     assert rig.tier.get_stats() is None and list(rig.tier.take_events()) == []
     rig.tier.shutdown()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_store_refuses_ends_no_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler calls a tier unguarded."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise kvswap.Error("the store has no memory left")
+
+    rig.finished(rig.job([1], [1], load=False))
+    long, context = b"x" * 600, rig.context
+    assert rig.tier.lookup(long, context) == base.LookupResult.MISS == rig.tier.lookup(b"", context)
+    rig.tier.touch([long, b""], context)
+    for name in ("store", "load", "contains", "touch"):
+        monkeypatch.setattr(rig.tier, "_store", _Refusing(rig.tier._store, name, refuse))
+        assert rig.has(1) == (name != "contains")
+        rig.tier.touch([key_of(1)], context)
+        for load in (False, True):
+            job = rig.job([1], [2], load=load)
+            result = rig.finished()[job]
+            assert result.success == (name != ("load" if load else "store"))
+        monkeypatch.undo()
+    job = rig.job([1], [2], load=True)
+    assert rig.finished()[job].success
+
+
+class _Refusing:
+    def __init__(self, store: Any, name: str, refuse: Any) -> None:
+        self._store, self._name, self._refuse = store, name, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse if name == self._name else getattr(self._store, name)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvswap import _C
 from kvswap._log import logger
 from kvswap.files import FileTransfer
 from kvswap.identity import Identity
@@ -79,7 +78,11 @@ class Pages:
         assert self.store is not None
         stored = self._keys(keys)
         each = len(stored) // max(1, len(keys))
-        found = self.store.find(stored)
+        try:
+            found = self.store.find(stored)
+        except Exception as error:
+            _log.warning("looking up %d pages of %s: %s", len(keys), self.name, error)
+            return [False] * len(keys)
         pages = [all(found[i : i + each]) for i in range(0, len(found), each or 1)]
         self.store.touch([key for i, key in enumerate(stored) if pages[i // each]])
         return pages
@@ -108,7 +111,7 @@ class Pages:
         each, what = len(stored) // len(keys), "loading" if load else "storing"
         try:
             transfer = (self.store.load if load else self.store.store)(stored, addresses.reshape(-1), parts)
-        except _C.QueueFull as error:
+        except Exception as error:  # QueueFull, or what the store refuses: it would end SGLang's storage thread
             _log.warning("%s %d pages of %s: %s", what, len(keys), self.name, error)
             transfer = None
         if transfer is None:  # full, another process writes, or there is no store yet

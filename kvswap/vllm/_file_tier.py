@@ -63,7 +63,11 @@ class _Job:
 
 
 class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missing when types are checked
-    """vLLM's SecondaryTierManager over a store of blocks by key: a FileStore or a RemoteStore."""
+    """vLLM's SecondaryTierManager over a store of blocks by key: a FileStore or a RemoteStore.
+
+    vLLM's scheduler calls it unguarded: an exception would end the engine. What a store refuses is a failed job, or a
+    miss, and a line of the log. Only drain_jobs() raises, TimeoutError: afterwards vLLM uses the memory otherwise.
+    """
 
     medium: Any = _MEDIUM.STORAGE if _MEDIUM is not None else "FS"  # a str before 0.27
 
@@ -102,7 +106,11 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, from memory."""
         key = bytes(key)
-        there = not self._is_unreadable(key) and self._store.contains([key])[0]
+        try:
+            there = not self._is_unreadable(key) and self._store.contains([key])[0]
+        except Exception as error:
+            _log.warning("a block is not looked up: %s", error)
+            there = False
         return LookupResult.HIT if there else LookupResult.MISS
 
     def _is_unreadable(self, key: bytes) -> bool:
@@ -127,15 +135,17 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
     def _submit(self, job: Any, *, load: bool) -> None:
         keys = [bytes(key) for key in job.keys]
         ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-        addresses = self._memory.ctypes.data + np.asarray(ids, np.int64) * self._stride
         transfer: Any = None
         try:
+            addresses = self._memory.ctypes.data + np.asarray(ids, np.int64) * self._stride
             if load:
                 transfer = self._store.load(keys, addresses)
             elif not self._readonly:
                 transfer = self._put(keys, addresses)
         except _C.QueueFull as error:
             _log.debug("job %s is dropped: %s", job.job_id, error)
+        except Exception as error:  # the job has failed, and the engine goes on
+            _log.warning("%s of %d blocks: %s", "load" if load else "store", len(keys), error)
         self._jobs[job.job_id] = _Job(transfer, keys, load, time.monotonic())
 
     def _put(self, keys: list[bytes], addresses: NDArray[Any]) -> Any:
@@ -170,7 +180,10 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Blocks used in a faster tier count as used here too."""
-        self._store.touch([bytes(key) for key in keys])
+        try:
+            self._store.touch([bytes(key) for key in keys])
+        except Exception as error:  # they only count as used earlier
+            _log.debug("%d blocks are not touched: %s", len(keys), error)
 
     def drain_jobs(self) -> None:
         """Wait until every submitted job has ended. The results remain to be fetched."""
