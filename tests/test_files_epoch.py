@@ -192,6 +192,32 @@ def test_a_delete_that_began_before(tmp_path: Path) -> None:
         check(store, keys_of(PER_SEGMENT, "new"))
 
 
+@pytest.mark.parametrize("call", ["open", "write", "sync"])
+def test_clears_that_fail(tmp_path: Path, call: str) -> None:
+    """At any of their calls: what was stored is there, all of it or nothing, and the next clear is not hindered."""
+    outcomes = []
+    with open_one(tmp_path) as store, open_one(tmp_path, readonly=True) as reader:
+        for nth in range(1, 5):
+            put(store, keys_of(5))
+            reader.refresh()
+            with testing.file_fault(store, call, "fail", nth=nth):
+                try:
+                    store.clear()
+                    failed = False
+                except kvswap.Error as error:
+                    assert str(error).startswith("clearing ")
+                    failed = True
+            there = set(store.contains(keys_of(5)) + reader.contains(keys_of(5)))
+            assert len(there) == 1 and (failed or there == {False})
+            outcomes.append((failed, *there))
+            if there == {True}:
+                check(reader, keys_of(5))
+            store.clear()
+            assert not any(store.contains(keys_of(5)) + reader.contains(keys_of(5)))
+    assert outcomes[0] == (True, True) and outcomes[-1] == (False, False)
+    assert ((True, False) in outcomes) == (call == "sync")  # of the directory, after the rename
+
+
 # -- from outside -----------------------------------------------------------------------------------------------------
 
 

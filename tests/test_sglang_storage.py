@@ -478,6 +478,23 @@ def test_the_order_of_a_weight_update(tmp_path: Path, right: bool) -> None:
     made.close()
 
 
+def test_a_clear_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Raises, and is in the log: SGLang's answer does not show it. Nothing has changed."""
+    pool = HostPool(KV)
+    made = storage(tmp_path, pool)
+    save(made, pool, [1], [1])
+    with (
+        testing.file_fault(store_of(made), "write", "fail", every=1),
+        pytest.raises(kvswap.Error, match=r"clearing .*: Input/output error"),
+    ):
+        made.clear()
+    assert "pages of kv are not cleared: clearing" in caplog.text
+    assert made.exists(keys_of(1)[0]) and load(made, pool, [1], [2]) == [True]
+    made.clear()
+    assert not made.exists(keys_of(1)[0])
+    made.close()
+
+
 def test_a_rank_that_only_reads_clears_too(tmp_path: Path) -> None:
     """Also before it has found a store."""
     pool = HostPool(LATENT)

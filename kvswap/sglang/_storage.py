@@ -228,6 +228,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             try:
                 pages.clear()
             except Exception as error:  # the others are cleared all the same
+                _log.error("pages of %s are not cleared: %s", pages.name, error)
                 failures.append(error)
         if failures:
             raise failures[0]
