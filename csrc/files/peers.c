@@ -219,7 +219,10 @@ static int serve_peers(struct kvs_file_store *store, bool look, bool *unread, st
   if (look) mend_notices(store);
   for (unsigned i = 0; look && i < store->npeers; i++) {
     struct kvs_file_peer *peer = &store->peers[i];
-    if (peer->unheard || !kvs_file_notices_are_whole(peer->root.folder, &peer->notices)) hear_again(store, peer);
+    pthread_mutex_lock(&store->lock);
+    const bool unheard = peer->unheard;
+    pthread_mutex_unlock(&store->lock);
+    if (unheard || !kvs_file_notices_are_whole(peer->root.folder, &peer->notices)) hear_again(store, peer);
   }
   for (unsigned i = 0; i < store->npeers; i++) {
     int served = serve_peer(store, i, &failure);
