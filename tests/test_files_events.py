@@ -116,7 +116,9 @@ def told(store: FileStore, known: set[bytes]) -> int:
         if not found:
             return pieces
         pieces += 1
+        assert len(set(found)) == len(found)
         for key, there in found:
+            assert there != (key in known)  # each change is told once
             (known.add if there else known.discard)(key)
 
 

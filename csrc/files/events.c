@@ -102,7 +102,7 @@ static void find_untold(struct kvs_file_store *store, struct kvs_file_piece *pie
   struct kvs_file_events *events = &store->events;
   size_t looked = 0;
   if (events->bucket >= index->nbuckets) events->bucket = 0;
-  for (; events->nuntold && looked <= index->nbuckets; looked++) {
+  for (; events->nuntold && looked < index->nbuckets; looked++) {
     for (struct kvs_file_entry *entry = index->buckets[events->bucket]; entry; entry = entry->next) {
       if (!entry->untold || entry->slot == KVS_NO_SLOT) continue;
       if (piece->nuntold == KVS_FILE_PIECE) return; /* the rest of the bucket next time */
