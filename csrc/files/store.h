@@ -1,7 +1,7 @@
 /* The structs behind kvswap_file.h, for the file tier's own sources.
  *
- * Lock order: store->lock, then one of queue.lock, faults.lock or the mover's lock. Under store->lock there is no file
- * system call and no device call, and no owner is released. */
+ * Lock order: peers_lock or epochs.looking, then store->lock, then one of queue.lock, faults.lock or the mover's lock.
+ * Under store->lock there is no file system call and no device call, and no owner is released. */
 #ifndef KVS_FILE_STORE_H
 #define KVS_FILE_STORE_H
 
