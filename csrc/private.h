@@ -70,7 +70,10 @@ void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE])
 
 /* Device memory in which bursts are packed: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare set
  * of two half-size slots. 0: free the memory; path burst is off. Waits at most timeout_ns for the transfers that use
- * slots. Allocating and freeing may delay other work on the device. */
+ * slots and for other work that is queued by then. Allocating and freeing may delay other work on the device. The
+ * start alone: end with kvs_reclaim_leave(KVS_LEAVE_DROP). */
+int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count,
+                               struct kvs_reclaim **task, struct kvs_error *err);
 int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
                          struct kvs_error *err);
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */

@@ -35,7 +35,7 @@ from kvswap.files import FileStore, Layout
 
 WAITS = {
     "await.c:wait_for_first": ["await Transfer"],
-    "device.c:device_set_slots": ["Device.set_slots"],
+    "device.c:device_set_slots": ["Device.set_slots", "Device.set_slots beside other work"],
     "device.c:device_synchronize": ["Device.synchronize"],
     "device.c:device_unregister": ["Device.unregister"],
     "file_apart.c:kvs_py_apart": ["FileStore", "FileStore.close"],
@@ -62,6 +62,7 @@ WAITS = {
     "wait.c:kvs_py_give_back": ["Memory.free"],
     "wait.c:kvs_py_synchronize": ["Stream.synchronize", "Event.synchronize"],
     "wait.c:kvs_py_wait": ["Transfer.wait"],
+    "wait.c:kvs_py_wait_reclaim": ["Memory.free", "Device.set_slots"],
     "wait.c:kvs_py_wait_collected": ["HostPool.close", "HostPool.shrink"],
 }
 
@@ -130,6 +131,7 @@ QUICK = {
     "testing.c:host_step": "runs the steps that it is told to",
     "machine.c:cuda_count": OPENS,
     "machine.c:cuda_info": OPENS,
+    "machine.c:host_memory": "reads files of the kernel",
     "machine.c:shut_down": "the end of the process, which has a limit of its own",
     "transfer_base.c:kvs_py_any_transfer_new": HANDLES,
     "transfer_base.c:kvs_py_any_transfer_poll": QUEUES,
@@ -225,6 +227,13 @@ def call_set_slots(stuck: Stuck) -> Call:
         [stuck.device.alloc(4096)], [host], 4096, stream=stuck.hold(), device=stuck.device, path="burst"
     )
     assert transfer.path == "burst"
+    return lambda timeout=60.0: stuck.device.set_slots(info["slots_nbytes"] // 8, timeout=timeout)
+
+
+def call_set_slots_beside_other_work(stuck: Stuck) -> Call:
+    """No transfer uses them, and the driver's free waits for the device all the same."""
+    info = stuck.device.info
+    stuck.hold()
     return lambda timeout=60.0: stuck.device.set_slots(info["slots_nbytes"] // 8, timeout=timeout)
 
 
@@ -443,6 +452,7 @@ def call_open(stuck: Stuck) -> Call:
 CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Device.alloc": call_alloc,
     "Device.set_slots": call_set_slots,
+    "Device.set_slots beside other work": call_set_slots_beside_other_work,
     "Device.synchronize": call_device_synchronize,
     "Device.unregister": call_unregister,
     "Event.synchronize": call_event_synchronize,
@@ -573,6 +583,52 @@ def until_done(call: Callable[..., Any], limits: Iterator[float]) -> None:
         with suppress(TimeoutError):
             call(timeout=limit)
             break
+
+
+def test_slots_that_the_driver_is_freeing(device: kvswap.Device) -> None:
+    """It does not come back: the caller does, transfers go on by other ways, and the slots are there in the end."""
+    before = device.info["slots_nbytes"]
+    host, gpu = device.alloc(4096, host=True), device.alloc(4096)
+    with testing.fault(device, "call", "delay", operation="free", delay=PATIENCE):
+        for _ in range(2):
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError):
+                device.set_slots(0, timeout=0.2)
+            assert time.monotonic() - begin < AT_ONCE
+        kvswap.swap_blocks_batch([gpu], [host], 4096, device=device).wait(PATIENCE)
+        stats = device.stats()
+        assert device.info and stats
+    device.set_slots(before // 8, timeout=PATIENCE)
+    assert device.info["slots_nbytes"] == before // 8 * 7 or device.info["slots_nbytes"] > 0
+    kvswap.swap_blocks_batch([gpu], [host], 4096, device=device, path="burst").wait(PATIENCE)
+
+
+def test_no_thread_to_give_memory_back() -> None:
+    """Near the limit of addresses: what was dropped cannot be given back, and is not waited for."""
+    run = run_python(
+        """
+        import resource, time
+        import kvswap
+        from kvswap import memory
+        device = kvswap.Device("host:0")
+        device.alloc(4096).free()
+        pools = [memory.HostPool(64, 65536, device=device, threads=1) for _ in range(24)]
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        worst = 0.0
+        for extra in range(0, 24 << 20, 1 << 20):
+            resource.setrlimit(resource.RLIMIT_AS, (used + extra, resource.RLIM_INFINITY))
+            pools.pop()
+            begin = time.monotonic()
+            try:
+                device.alloc(64 << 20)
+            except MemoryError:
+                pass
+            worst = max(worst, time.monotonic() - begin)
+        print(worst < 5)
+        """,
+        timeout=100,
+    )
+    assert run.returncode == 0 and run.stdout == "True\n", (run.stdout, run.stderr)
 
 
 def test_threads_that_give_back_with_short_limits(device: kvswap.Device) -> None:

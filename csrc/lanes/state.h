@@ -199,7 +199,7 @@ struct kvs_engine {
   struct kvs_transfer *garbage; /* guarded by cache_lock: ended transfers whose owners are to be released */
   kvs_event *events;            /* guarded by cache_lock: free events, for layers */
   size_t nevents, events_capacity;
-  atomic_bool has_garbage, bursts; /* bursts: slots exist, or are being resized to exist; written under note_lock */
+  atomic_bool has_garbage, resizing_slots, bursts; /* bursts: slots exist or will soon; written under note_lock */
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
   atomic_uint_fast64_t second_attempts;
   struct kvs_path_counters {

@@ -36,13 +36,29 @@ static int alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc k
                                 : kvs_dev_alloc(engine->device, nbytes, ptr, err);
 }
 
+static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
+
+static int take_back_device(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  return kvs_dev_free(engine->device, (uint64_t)(uintptr_t)what, err);
+}
+
+static int take_back_host(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  return kvs_dev_host_free(engine->device, (uint64_t)(uintptr_t)what, err);
+}
+
+static int take_back_chunks(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  return kvs_range_free(engine, (uint64_t)(uintptr_t)what, err);
+}
+
+static int take_back_registration(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  return kvs_dev_host_unregister(engine->device, (uint64_t)(uintptr_t)what, err);
+}
+
+/* Of memory that was allocated and could not be listed. No caller has it, and the driver's call may wait. */
 static void take_back(struct kvs_engine *engine, enum kvs_alloc kind, uint64_t ptr) {
-  struct kvs_error ignored;
-  if (kind == KVS_ALLOC_CHUNKS)
-    (void)kvs_range_free(engine, ptr, &ignored);
-  else
-    (void)(kind == KVS_ALLOC_HOST ? kvs_dev_host_free(engine->device, ptr, &ignored)
-                                  : kvs_dev_free(engine->device, ptr, &ignored));
+  static kvs_reclaim_function *const functions[] = {
+      [KVS_ALLOC_DEVICE] = take_back_device, [KVS_ALLOC_HOST] = take_back_host, [KVS_ALLOC_CHUNKS] = take_back_chunks};
+  kvs_reclaim_later(engine, functions[kind], as_what(ptr));
 }
 
 int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
@@ -118,8 +134,6 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
 
 /* -- freeing: functions of reclaim tasks (memory/reclaim.h) and the calls that start them ---------------------------
  */
-
-static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
 
 static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   uint64_t ptr = (uint64_t)(uintptr_t)what;
@@ -216,7 +230,6 @@ static int refuse_known(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
 }
 
 int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
-  struct kvs_error ignored;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
   int status = kvs_dev_check(engine->device, err);
@@ -225,7 +238,7 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
   status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);
-  if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
+  if (status) kvs_reclaim_later(engine, take_back_registration, as_what(ptr));
   return status;
 }
 

@@ -28,6 +28,7 @@ struct kvs_reclaim {
   bool kept;    /* the result is kept although no caller waits */
   bool listed;  /* the task is in the list */
   bool seen;    /* a caller has the status */
+  bool dropped; /* not retried: the last caller has left by KVS_LEAVE_DROP */
   bool ran;     /* the function has begun; false if the task ended because the device could not be synchronized */
   unsigned callers;
   int status;
@@ -123,7 +124,7 @@ static bool run_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
   int status = task->function(engine, task->what, &err);
   reclaiming = before;
   pthread_mutex_lock(&reclaims->lock);
-  if (status != KVS_TIMEOUT) {
+  if (status != KVS_TIMEOUT || task->dropped) {
     end_locked(reclaims, task, status, &err);
     return true;
   }
@@ -306,6 +307,7 @@ bool kvs_reclaim_leave(struct kvs_reclaim *task, enum kvs_leave how) {
   /* The task may have ended after the caller got KVS_TIMEOUT. */
   bool keep = last && !withdrawn && how == KVS_LEAVE_RESULT && !task->seen;
   if (keep) task->kept = true;
+  if (last && how == KVS_LEAVE_DROP) task->dropped = true;
   if (keep && !task->listed) append_locked(reclaims, task);
   if (last && !keep && (withdrawn || task->state == ENDED)) remove_locked(reclaims, task);
   free_unused_locked(task);
@@ -369,6 +371,13 @@ static bool is_drained_locked(const struct kvs_engine *engine) {
   return !any_open_locked(engine) && !(atomic_load(&engine->closed) && engine->reclaims.threaded);
 }
 
+bool kvs_reclaim_goes_on(struct kvs_engine *engine) {
+  pthread_mutex_lock(&engine->reclaims.lock);
+  bool goes_on = any_open_locked(engine) && engine->reclaims.threaded;
+  pthread_mutex_unlock(&engine->reclaims.lock);
+  return goes_on;
+}
+
 bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t deadline = kvs_deadline(timeout_ns);
@@ -377,7 +386,9 @@ bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
   if (engine->device->stepped) return !kvs_reclaim_pending(engine);
   pthread_mutex_lock(&reclaims->lock);
   pthread_cond_broadcast(&reclaims->changed); /* a thread that pauses looks whether it is still needed */
-  while (!is_drained_locked(engine) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
+  while (reclaims->threaded && !is_drained_locked(engine) &&
+         kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline))
+    continue;
   bool drained = is_drained_locked(engine);
   pthread_mutex_unlock(&reclaims->lock);
   return drained;

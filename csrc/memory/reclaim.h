@@ -37,6 +37,7 @@ enum kvs_leave {
   KVS_LEAVE_WITHDRAW, /* a task whose function has not begun is dropped */
   KVS_LEAVE_RESULT, /* the same; if the function has begun, the status is kept for the next start or forget of the same
                        task */
+  KVS_LEAVE_DROP,   /* as KVS_LEAVE_WITHDRAW; if the function has begun, and finds `what` in use, it is not retried */
   KVS_LEAVE_ALONE,  /* the task continues without a caller */
 };
 /* True: the task was withdrawn, and nothing has changed. */
@@ -53,8 +54,10 @@ void kvs_reclaim_later(struct kvs_engine *, kvs_reclaim_function *, void *what);
 /* Retry pending tasks on a deterministic device, or where no thread could be started. */
 void kvs_reclaim_retry(struct kvs_engine *);
 /* Wait until all tasks have ended; after kvs_shutdown() for those that run or have a caller, and for the thread, which
- * then makes no more calls. False: some go on. */
+ * then makes no more calls. False: some go on, or no thread could be started, which is not waited for. */
 bool kvs_reclaim_drain(struct kvs_engine *, int64_t timeout_ns);
 bool kvs_reclaim_pending(struct kvs_engine *);
+/* The same, and a thread runs them: it is worth to wait. */
+bool kvs_reclaim_goes_on(struct kvs_engine *);
 
 #endif

@@ -9,6 +9,7 @@
 
 #include "base/wait.h"
 #include "lanes/lane.h"
+#include "memory/reclaim.h"
 #include "racecheck/racecheck.h"
 
 enum {
@@ -23,52 +24,80 @@ enum {
 
 /* -- the slots ------------------------------------------------------------------------------------------------- */
 
-static void slots_close(struct kvs_engine *engine, struct kvs_slots *slots) {
+enum { SETS = 2 * KVS_SLOT_SETS };
+
+static void sets_close(struct kvs_engine *engine, struct kvs_slots *sets) {
   struct kvs_device *device = engine->device;
   struct kvs_error ignored;
-  for (unsigned i = 0; i < KVS_SLOTS_MOST; i++) {
-    if (slots->packed[i]) (void)kvs_dev_event_destroy(device, slots->packed[i], &ignored);
-    if (slots->free[i]) (void)kvs_dev_event_destroy(device, slots->free[i], &ignored);
-    slots->packed[i] = slots->free[i] = 0;
+  for (struct kvs_slots *slots = sets; slots < sets + SETS; slots++) {
+    for (unsigned i = 0; i < KVS_SLOTS_MOST; i++) {
+      if (slots->packed[i]) (void)kvs_dev_event_destroy(device, slots->packed[i], &ignored);
+      if (slots->free[i]) (void)kvs_dev_event_destroy(device, slots->free[i], &ignored);
+    }
+    if (slots->begun) (void)kvs_dev_event_destroy(device, slots->begun, &ignored);
   }
-  if (slots->begun) (void)kvs_dev_event_destroy(device, slots->begun, &ignored);
-  if (slots->address) (void)kvs_dev_free(device, slots->address, &ignored);
-  slots->begun = slots->address = slots->nbytes = 0;
-  slots->lane = NULL;
-  slots->shared = false;
+  if (sets->address) (void)kvs_dev_free(device, sets->address, &ignored);
 }
 
-static int slots_open(struct kvs_engine *engine, struct kvs_slots *slots, uint64_t slot_nbytes, unsigned count,
-                      struct kvs_error *err) {
+static int events_open(struct kvs_engine *engine, struct kvs_slots *slots, struct kvs_error *err) {
   struct kvs_device *device = engine->device;
-  int status = kvs_dev_alloc(device, slot_nbytes * count, &slots->address, err);
-  if (!status) status = kvs_dev_event_create(device, false, &slots->begun, err);
-  for (unsigned i = 0; !status && i < count; i++) {
+  int status = kvs_dev_event_create(device, false, &slots->begun, err);
+  for (unsigned i = 0; !status && i < slots->count; i++) {
     status = kvs_dev_event_create(device, false, &slots->packed[i], err);
     if (!status) status = kvs_dev_event_create(device, false, &slots->free[i], err);
   }
-  slots->slot_nbytes = slot_nbytes;
-  slots->count = count;
-  slots->next = slots->last = 0;
-  slots->unsettled[0] = slots->unsettled[1] = 0;
-  slots->nbytes = slot_nbytes * count;
-  if (status) slots_close(engine, slots);
   return status;
+}
+
+/* Make all sets, in one allocation: nothing is to be freed, which waits for the device, where there is no room. */
+static int sets_open(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, struct kvs_slots *sets,
+                     struct kvs_error *err) {
+  uint64_t own = slot_nbytes * count, spare = slot_nbytes / 2 * SPARE_SLOTS, address = 0;
+  memset(sets, 0, SETS * sizeof *sets);
+  int status = kvs_dev_alloc(engine->device, 2 * (own + spare), &address, err);
+  for (int i = 0; !status && i < SETS; i++) {
+    bool is_spare = i % KVS_SLOT_SETS != 0;
+    sets[i].address = address;
+    sets[i].slot_nbytes = is_spare ? slot_nbytes / 2 : slot_nbytes;
+    sets[i].count = is_spare ? SPARE_SLOTS : count;
+    sets[i].nbytes = is_spare ? spare : own;
+    address += sets[i].nbytes;
+    status = events_open(engine, &sets[i], err);
+  }
+  if (status) sets_close(engine, sets);
+  return status;
+}
+
+/* Move what a set consists of; the set to which it goes has no transfer before it. */
+static void move_locked(struct kvs_slots *to, struct kvs_slots *from) {
+  to->address = from->address;
+  to->slot_nbytes = from->slot_nbytes;
+  to->count = from->count;
+  to->begun = from->begun;
+  memcpy(to->packed, from->packed, sizeof to->packed);
+  memcpy(to->free, from->free, sizeof to->free);
+  to->next = to->last = 0;
+  to->unsettled[0] = to->unsettled[1] = 0;
+  to->lane = NULL;
+  to->shared = false;
+  to->nbytes = atomic_load(&from->nbytes);
+  from->nbytes = 0;
+}
+
+static void sets_install(struct kvs_engine *engine, struct kvs_slots *sets) {
+  for (int i = 0; i < SETS; i++) {
+    pthread_mutex_lock(&engine->slots[i].lock);
+    move_locked(&engine->slots[i], &sets[i]);
+    pthread_mutex_unlock(&engine->slots[i].lock);
+  }
 }
 
 void kvs_slots_close(struct kvs_engine *engine) {
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) slots_close(engine, &engine->slots[i]);
-}
-
-static int open_all(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, struct kvs_error *err) {
-  int status = KVS_OK;
-  for (int direction = 0; !status && direction < 2; direction++) {
-    struct kvs_slots *sets = &engine->slots[direction * KVS_SLOT_SETS];
-    status = slots_open(engine, &sets[0], slot_nbytes, count, err);
-    if (!status) status = slots_open(engine, &sets[1], slot_nbytes / 2, SPARE_SLOTS, err);
-  }
-  if (status) kvs_slots_close(engine);
-  return status;
+  struct kvs_slots sets[SETS];
+  memset(sets, 0, sizeof sets);
+  for (int i = 0; i < SETS; i++)
+    if (engine->slots[i].nbytes) move_locked(&sets[i], &engine->slots[i]);
+  sets_close(engine, sets);
 }
 
 /* Together: there is always a reason while they are off. */
@@ -87,11 +116,13 @@ void kvs_slots_open(struct kvs_engine *engine) {
                     : engine->disabled.kernel ? "KVSWAP_DISABLE names 'kernel', which it needs"
                     : !info->kernels          ? info->kernels_note
                                               : NULL;
+  struct kvs_slots sets[SETS];
   struct kvs_error err = {.status = KVS_OK};
-  while (!why && open_all(engine, nbytes, SLOTS, &err)) {
+  while (!why && sets_open(engine, nbytes, SLOTS, sets, &err)) {
     nbytes /= 2;
     if (err.status == KVS_LOST || nbytes < LEAST_SLOT_NBYTES) why = err.message;
   }
+  if (!why) sets_install(engine, sets);
   char note[KVS_BURST_NOTE] = "";
   if (why)
     snprintf(note, sizeof note, "%.150s", why);
@@ -117,7 +148,7 @@ bool kvs_bursts_off(struct kvs_engine *engine, char why[KVS_BURST_NOTE]) {
 
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
   uint64_t nbytes = 0;
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) nbytes += engine->slots[i].nbytes;
+  for (int i = 0; i < SETS; i++) nbytes += engine->slots[i].nbytes;
   return nbytes;
 }
 
@@ -181,42 +212,45 @@ struct kvs_slots *kvs_slots_take(struct kvs_engine *engine, const struct kvs_lan
 
 /* -- giving them back ------------------------------------------------------------------------------------------ */
 
-struct resizing {
-  struct kvs_engine *engine;
-  uint64_t slot_nbytes;
-  unsigned count;
-};
-
-static int resize_locked(const struct resizing *r, struct kvs_error *err) {
-  struct kvs_engine *engine = r->engine;
-  bool before = kvs_racecheck_internal(true), over = true;
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) over = over && is_over(engine, &engine->slots[i]);
+/* Take the sets out of use, if no transfer uses one. */
+static bool sets_take(struct kvs_engine *engine, struct kvs_slots *taken) {
+  struct kvs_slots *slots = engine->slots;
+  int held = 0;
+  while (held < SETS && !pthread_mutex_trylock(&slots[held].lock)) held++;
+  bool before = kvs_racecheck_internal(true), over = held == SETS;
+  for (int i = 0; over && i < SETS; i++) over = !slots[i].nbytes || is_over(engine, &slots[i]);
   kvs_racecheck_internal(before);
-  if (!over) return kvs_fail(err, KVS_NOT_READY, "bursts are under way");
-  kvs_slots_close(engine);
-  int status = r->slot_nbytes ? open_all(engine, r->slot_nbytes, r->count, err) : KVS_OK;
-  bool bursts = r->slot_nbytes && !status;
-  char note[KVS_BURST_NOTE] = "";
-  if (!bursts) snprintf(note, sizeof note, "%.150s", status ? err->message : "its slots were given back");
-  set_note(engine, bursts, note);
-  return status;
-}
-
-/* Needs all sets: retried while a transfer is being queued through one. */
-static int resize(void *arg, struct kvs_error *err) {
-  const struct resizing *r = arg;
-  struct kvs_slots *slots = r->engine->slots;
-  int status = KVS_NOT_READY, held = 0;
-  kvs_engine_reap(r->engine);
-  while (held < 2 * KVS_SLOT_SETS && !pthread_mutex_trylock(&slots[held].lock)) held++;
-  if (held == 2 * KVS_SLOT_SETS) status = resize_locked(r, err);
+  memset(taken, 0, SETS * sizeof *taken);
+  for (int i = 0; over && i < SETS; i++)
+    if (slots[i].nbytes) move_locked(&taken[i], &slots[i]);
   while (held-- > 0) pthread_mutex_unlock(&slots[held].lock);
+  return over;
+}
+
+/* A reclaim task: freeing waits for the device. Transfers go other ways until the new sets are there. `what`: the bytes
+ * of a slot, a multiple of TINY_NBYTES, and their number. */
+static int resize_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  uint64_t slot_nbytes = (uint64_t)(uintptr_t)what / TINY_NBYTES * TINY_NBYTES;
+  unsigned count = (unsigned)((uint64_t)(uintptr_t)what - slot_nbytes);
+  struct kvs_slots sets[SETS];
+  kvs_engine_reap(engine);
+  if (atomic_exchange(&engine->resizing_slots, true)) return kvs_fail(err, KVS_TIMEOUT, "bursts are under way");
+  int status = sets_take(engine, sets) ? KVS_OK : kvs_fail(err, KVS_TIMEOUT, "bursts are under way");
+  if (!status) {
+    sets_close(engine, sets);
+    if (slot_nbytes) status = sets_open(engine, slot_nbytes, count, sets, err);
+    bool bursts = slot_nbytes && !status;
+    char note[KVS_BURST_NOTE] = "";
+    if (bursts) sets_install(engine, sets);
+    if (!bursts) snprintf(note, sizeof note, "%.150s", status ? err->message : "its slots were given back");
+    set_note(engine, bursts, note);
+  }
+  atomic_store(&engine->resizing_slots, false);
   return status;
 }
 
-int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
-                         struct kvs_error *err) {
-  struct resizing r = {engine, slot_nbytes, count};
+int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count,
+                               struct kvs_reclaim **task, struct kvs_error *err) {
   int status = kvs_dev_check(engine->device, err);
   if (status) return status;
   bool fits = slot_nbytes >= TINY_NBYTES && slot_nbytes <= MOST_NBYTES && slot_nbytes % TINY_NBYTES == 0;
@@ -226,8 +260,18 @@ int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsign
                     count, slot_nbytes, KVS_SLOTS_MOST);
   if (slot_nbytes && !engine->device->info.kernels)
     return kvs_fail(err, KVS_UNSUPPORTED, "path 'burst' is off: %s", engine->device->info.kernels_note);
-  status = kvs_wait_until(resize, &r, engine->device->stepped, timeout_ns, err);
+  void *what = (void *)(uintptr_t)(slot_nbytes + (slot_nbytes ? count : 0));
+  return kvs_reclaim_start(engine, resize_now, what, task, err);
+}
+
+int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
+                         struct kvs_error *err) {
+  struct kvs_reclaim *task;
+  int status = kvs_engine_set_slots_start(engine, slot_nbytes, count, &task, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(task, timeout_ns, err);
+  bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_DROP);
   if (status != KVS_TIMEOUT) return status;
-  return kvs_fail(err, status, "transfers of %s still used its slots after %.1f s", engine->name,
-                  (double)timeout_ns / 1e9);
+  return kvs_fail(err, status, "work of %s had not ended after %.1f s, and %s", engine->name, (double)timeout_ns / 1e9,
+                  withdrawn ? "its slots are as before" : "the driver still gives its slots back");
 }

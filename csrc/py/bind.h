@@ -77,12 +77,12 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
 /* Wait for a task that frees memory, then release the task. KVS_PY_KEPT: an exception is set, nothing was freed.
  * KVS_PY_GIVEN: freed, with an exception set if the task failed or was interrupted (PyErr_Occurred). */
 enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
+int kvs_py_wait_reclaim(struct kvs_py_state *state, struct kvs_reclaim *task, int64_t timeout_ns, const char *what);
 enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
                                         int64_t timeout_ns);
 int kvs_py_patience(PyObject *value, int64_t *timeout_ns); /* timeout=60: NULL, seconds or None; -1: raised */
 /* Allocate from the engine; if memory is short, wait for frees under way. 0, or -1 with an exception. */
-int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
-                 uint64_t *ptr);
+int kvs_py_alloc(struct kvs_py_state *, struct kvs_engine *, uint64_t nbytes, enum kvs_alloc, uint64_t *ptr);
 
 /* query() and synchronize(timeout=None) of streams and events. poll() returns KVS_OK or KVS_NOT_READY. */
 typedef int (*kvs_py_poll_function)(void *object, struct kvs_error *err);

@@ -209,30 +209,27 @@ static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssi
   Py_RETURN_NONE;
 }
 
-struct slots {
-  struct kvs_engine *engine;
-  uint64_t nbytes, count;
-};
-
-static int wait_slots(void *arg, int64_t timeout_ns, struct kvs_error *err) {
-  const struct slots *slots = arg;
-  unsigned count = slots->count < UINT32_MAX ? (unsigned)slots->count : UINT32_MAX; /* out of range, also when cut */
-  return kvs_engine_set_slots(slots->engine, slots->nbytes, count, timeout_ns, err);
-}
-
 static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"slot_nbytes", "count", "timeout"};
   static const struct kvs_py_args spec = {"set_slots", names, 1, 2, 3};
-  struct slots slots = {kvs_py_device_engine(self), 0, 3};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_reclaim *task = NULL;
+  struct kvs_error err = {0};
+  uint64_t nbytes, count = 3;
   PyObject *values[3];
   int64_t timeout_ns = 10000000000;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_uint64(values[0], "slot_nbytes", -1, &slots.nbytes) < 0) return NULL;
-  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &slots.count) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "slot_nbytes", -1, &nbytes) < 0) return NULL;
+  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &count) < 0) return NULL;
+  if (count > UINT32_MAX) count = UINT32_MAX; /* out of range, also when cut */
   if (values[2] != NULL && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(self), wait_slots, &slots, timeout_ns, "a transfer that uses the slots") < 0)
-    return NULL;
-  kvs_py_collect(slots.engine);
+  int rc;
+  KVS_PY_NO_GIL(rc = kvs_engine_set_slots_start(engine, nbytes, (unsigned)count, &task, &err));
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  rc = kvs_py_wait_reclaim(state, task, timeout_ns, "work that may use the slots");
+  if (rc < 0) return NULL;
+  kvs_py_collect(engine);
   Py_RETURN_NONE;
 }
 

@@ -76,6 +76,12 @@ static int wait_reclaim(void *task, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_reclaim_wait(task, timeout_ns, err);
 }
 
+int kvs_py_wait_reclaim(struct kvs_py_state *state, struct kvs_reclaim *task, int64_t timeout_ns, const char *what) {
+  int rc = kvs_py_wait(state, wait_reclaim, task, timeout_ns, what);
+  KVS_PY_NO_GIL(kvs_reclaim_leave(task, KVS_LEAVE_DROP));
+  return rc;
+}
+
 enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
                                         int64_t timeout_ns) {
   bool withdrawn;
@@ -97,7 +103,7 @@ int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t
     int rc;
     Py_BEGIN_ALLOW_THREADS
     rc = kvs_engine_alloc_within(engine, nbytes, kind, KVS_PY_SLICE_NS, ptr, &err);
-    more = rc == KVS_NOMEM && kvs_reclaim_pending(engine) && !kvs_engine_device(engine)->stepped;
+    more = rc == KVS_NOMEM && kvs_reclaim_goes_on(engine);
     Py_END_ALLOW_THREADS
     if (rc == KVS_OK) return 0;
     if (!more || (int64_t)kvs_clock_ns() - start > PATIENCE_NS) {
