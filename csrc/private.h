@@ -78,6 +78,13 @@ int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsign
                          struct kvs_error *err);
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */
 
+/* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
+
+/* As kvs_pool_open(), which waits for a minute for memory that another thread is giving back. KVS_TIMEOUT. */
+#define KVS_POOL_PATIENCE_NS (INT64_C(60) * 1000000000)
+int kvs_pool_open_within(struct kvs_engine *, const struct kvs_pool_layout *, int64_t timeout_ns, struct kvs_pool **,
+                         struct kvs_error *);
+
 /* -- memory/memory.c ----------------------------------------------------------------------------------------------- */
 
 /* As kvs_engine_alloc(). KVS_ALLOC_CHUNKS: device memory mapped in chunks, as torch's expandable segments are; each
@@ -85,6 +92,13 @@ uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of b
 enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
 int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                           struct kvs_error *err);
+/* The same in steps: a driver with little memory left waits for the device, so a thread makes its call. KVS_TIMEOUT: it
+ * goes on. Leaving frees what was allocated and not given to the caller. */
+struct kvs_allocating;
+int kvs_engine_alloc_start(struct kvs_engine *, size_t nbytes, enum kvs_alloc, struct kvs_allocating **,
+                           struct kvs_error *);
+int kvs_engine_alloc_wait(struct kvs_allocating *, int64_t timeout_ns, uint64_t *ptr, struct kvs_error *);
+void kvs_engine_alloc_leave(struct kvs_allocating *);
 
 /* The same. If a pending free may make room, waits at most timeout_ns for it. */
 int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,

@@ -41,7 +41,7 @@ WAITS = {
     "file_apart.c:kvs_py_apart": ["FileStore", "FileStore.close"],
     "files.c:use_store": ["FileStore.close"],
     "host_alloc.c:give_back": ["host_free", "host_unregister"],
-    "host_common.c:close_core": ["HostPool.close", "SharedPool.close"],
+    "host_common.c:close_core": ["HostPool.close", "SharedPool.close", "HostPool.close while it is registered"],
     "host_common.c:kvs_py_host_pool_drain": ["HostPool.close", "HostPool.shrink", "HostPool.grow"],
     "host_common.c:kvs_py_host_pool_wait": ["HostPool.wait"],
     "host_common.c:wait_for_device": ["HostPool.close", "HostPool.shrink"],
@@ -51,6 +51,7 @@ WAITS = {
     "memory.c:memory_free": ["Memory.free", "Memory.free of the host", "Memory.free of chunks"],
     "options.c:try_submit": ["swap_cache_per_layer in a full lane"],
     "pattern.c:pattern_result": ["_PatternJob.result"],
+    "pool.c:open_pool": ["Pool in memory that is being freed"],
     "shared_pool.c:wait_published": ["SharedPool.wait_ready"],
     "transfer_base.c:kvs_py_any_transfer_wait": [
         "Transfer.wait",
@@ -58,7 +59,7 @@ WAITS = {
         "swap_cache_per_layer",
         "FileTransfer.wait",
     ],
-    "wait.c:kvs_py_alloc": ["Device.alloc", "host_alloc"],
+    "wait.c:kvs_py_alloc": ["Device.alloc", "host_alloc", "Device.alloc in the driver"],
     "wait.c:kvs_py_give_back": ["Memory.free"],
     "wait.c:kvs_py_synchronize": ["Stream.synchronize", "Event.synchronize"],
     "wait.c:kvs_py_wait": ["Transfer.wait"],
@@ -117,7 +118,6 @@ QUICK = {
     "pattern.c:pattern_dealloc": HANDLES,
     "pattern.c:pattern_done": QUEUES,
     "pattern.c:pattern": QUEUES,
-    "pool.c:open_pool": QUEUES,
     "pool.c:await_dropped": "a second at most, for what another thread releases (test_pool.py)",
     "pool.c:pool_dealloc": HANDLES,
     "seam.c:make_call": "the seam itself: what the driver waits for, it waits for",
@@ -267,6 +267,40 @@ def call_alloc(stuck: Stuck) -> Call:
 def call_host_alloc(stuck: Stuck) -> Call:
     out_of_memory(stuck, "host_alloc")
     return lambda: memory.host_alloc(4096, device=stuck.device)
+
+
+def delay(stuck: Stuck, operation: str) -> None:
+    """The driver keeps whoever makes this call."""
+    faults = stuck.stack.enter_context(ExitStack())
+    faults.enter_context(testing.fault(stuck.device, "call", "delay", operation=operation, every=1, delay=PATIENCE))
+    stuck.before.append(faults.close)
+
+
+def call_alloc_in_the_driver(stuck: Stuck) -> Call:
+    """With little memory left it waits for the device."""
+    delay(stuck, "alloc")
+    return lambda: stuck.device.alloc(4096)
+
+
+def call_pool_close_while_registered(stuck: Stuck) -> Call:
+    delay(stuck, "host_register")
+    pool = host_pool(stuck, wait=False)
+    time.sleep(0.1)
+    return pool.close
+
+
+def call_pool_in_freed_memory(stuck: Stuck) -> Call:
+    held = stuck.device.alloc(4096)
+    ptr = held.ptr
+    delay(stuck, "free")
+    with suppress(TimeoutError):
+        held.free(timeout=0.2)
+
+    def call() -> None:
+        if stuck.before:
+            kvswap.Pool(stuck.device, ptr, 1, 4096)
+
+    return call
 
 
 def call_transfer_wait(stuck: Stuck) -> Call:
@@ -452,6 +486,7 @@ def call_open(stuck: Stuck) -> Call:
 CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Device.alloc": call_alloc,
     "Device.set_slots": call_set_slots,
+    "Device.alloc in the driver": call_alloc_in_the_driver,
     "Device.set_slots beside other work": call_set_slots_beside_other_work,
     "Device.synchronize": call_device_synchronize,
     "Device.unregister": call_unregister,
@@ -460,6 +495,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "FileStore.close": call_file_close,
     "FileTransfer.wait": call_file_wait,
     "HostPool.close": call_pool_close,
+    "HostPool.close while it is registered": call_pool_close_while_registered,
     "HostPool.grow": call_pool_grow,
     "HostPool.shrink": call_pool_shrink,
     "HostPool.wait": call_pool_wait,
@@ -467,6 +503,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Memory.free": call_memory_free,
     "Memory.free of chunks": call_memory_free_chunks,
     "Memory.free of the host": call_memory_free_host,
+    "Pool in memory that is being freed": call_pool_in_freed_memory,
     "SharedPool.close": call_shared_close,
     "SharedPool.wait_ready": call_wait_ready,
     "Stream.synchronize": call_stream_synchronize,
@@ -486,7 +523,9 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
 NO_TIMEOUT = {
     "await Transfer",
     "Device.alloc",
+    "Device.alloc in the driver",
     "FileStore",
+    "Pool in memory that is being freed",
     "host_alloc",
     "memory.open",
     "swap_cache_per_layer",

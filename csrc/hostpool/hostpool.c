@@ -458,6 +458,18 @@ static int await_readers(struct kvs_host_pool *pool, uint64_t deadline, struct k
   return late ? kvs_fail(err, KVS_TIMEOUT, "another thread still waits for blocks of the pool") : KVS_OK;
 }
 
+/* Stop the crew. Its threads may be in the driver, which registers memory for as long as it likes. */
+static int await_crew(struct kvs_host_pool *pool, uint64_t deadline, struct kvs_error *err) {
+  pthread_mutex_lock(&pool->lock);
+  pool->stop = true;
+  while (pool->state == KVS_POOL_POPULATING && kvs_cond_wait(&pool->changed, &pool->lock, deadline)) continue;
+  bool late = pool->state == KVS_POOL_POPULATING;
+  pthread_mutex_unlock(&pool->lock);
+  if (late) return kvs_fail(err, KVS_TIMEOUT, "a thread still populates or registers the pool's memory");
+  kvs_crew_dismiss(pool);
+  return KVS_OK;
+}
+
 static int64_t left_ns(uint64_t deadline) {
   uint64_t now = kvs_clock_ns();
   if (deadline == KVS_NO_DEADLINE) return -1;
@@ -511,8 +523,8 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   if (closed) return KVS_OK;
   if (busy) return kvs_fail(err, KVS_INVALID, "another thread is growing, shrinking or closing the pool");
   status = kvs_host_pool_drain(pool, timeout_ns, err);
+  if (!status) status = await_crew(pool, deadline, err);
   if (status == KVS_OK) {
-    kvs_crew_dismiss(pool);
     status = await_readers(pool, deadline, err);
     if (!status) status = give_back(pool, keep_range, deadline, err);
     pthread_mutex_lock(&pool->lock);

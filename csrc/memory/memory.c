@@ -1,6 +1,8 @@
 /* Memory that an engine allocates, registers and frees. */
 #include <inttypes.h>
+#include <stdlib.h>
 
+#include "base/thread.h"
 #include "lanes/lane.h"
 #include "lanes/peer.h"
 #include "lanes/state.h"
@@ -82,6 +84,87 @@ int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_a
   if (status) take_back(engine, kind, *ptr);
   return status;
 }
+
+/* -- allocating in a thread ------------------------------------------------------------------------------------ */
+
+struct kvs_allocating {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  struct kvs_engine *engine; /* with a reference; this and the next two: constant */
+  size_t nbytes;
+  enum kvs_alloc kind;
+  /* Guarded by lock. */
+  unsigned users; /* the caller and the thread */
+  bool ended, given;
+  int status;
+  uint64_t ptr;
+  struct kvs_error err;
+};
+
+static void drop_allocating(struct kvs_allocating *a) {
+  pthread_mutex_lock(&a->lock);
+  bool last = --a->users == 0;
+  pthread_mutex_unlock(&a->lock);
+  if (!last) return;
+  if (a->ended && !a->status && !a->given) kvs_engine_free_later(a->engine, a->ptr);
+  pthread_cond_destroy(&a->changed);
+  pthread_mutex_destroy(&a->lock);
+  kvs_engine_unref(a->engine);
+  free(a);
+}
+
+static void *allocate(void *arg) {
+  struct kvs_allocating *a = arg;
+  struct kvs_error err = {0};
+  uint64_t ptr = 0;
+  int status = kvs_engine_alloc_within(a->engine, a->nbytes, a->kind, 0, &ptr, &err);
+  pthread_mutex_lock(&a->lock);
+  a->ended = true;
+  a->status = status;
+  a->ptr = ptr;
+  a->err = err;
+  pthread_cond_broadcast(&a->changed);
+  pthread_mutex_unlock(&a->lock);
+  drop_allocating(a);
+  return NULL;
+}
+
+int kvs_engine_alloc_start(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, struct kvs_allocating **made,
+                           struct kvs_error *err) {
+  pthread_t thread;
+  struct kvs_allocating *a = calloc(1, sizeof *a);
+  if (!a) return kvs_fail(err, KVS_NOMEM, "no memory to allocate memory");
+  pthread_mutex_init(&a->lock, NULL);
+  kvs_cond_init(&a->changed);
+  kvs_engine_ref(engine);
+  a->engine = engine;
+  a->nbytes = nbytes;
+  a->kind = kind;
+  a->users = 2;
+  *made = a;
+  bool here = engine->device->stepped || kvs_dev_forked(engine->device);
+  if (here || kvs_thread_start(&thread, "kvswap-alloc", allocate, a))
+    (void)allocate(a); /* also where no thread can be started */
+  else
+    pthread_detach(thread);
+  return KVS_OK;
+}
+
+int kvs_engine_alloc_wait(struct kvs_allocating *a, int64_t timeout_ns, uint64_t *ptr, struct kvs_error *err) {
+  uint64_t deadline = kvs_deadline(timeout_ns);
+  pthread_mutex_lock(&a->lock);
+  while (!a->ended && kvs_cond_wait(&a->changed, &a->lock, deadline)) continue;
+  int status = a->ended ? a->status : kvs_fail(err, KVS_TIMEOUT, "the driver has not allocated yet");
+  if (a->ended && status) *err = a->err;
+  if (!status) {
+    a->given = true;
+    *ptr = a->ptr;
+  }
+  pthread_mutex_unlock(&a->lock);
+  return status;
+}
+
+void kvs_engine_alloc_leave(struct kvs_allocating *a) { drop_allocating(a); }
 
 int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                           struct kvs_error *err) {

@@ -130,6 +130,11 @@ static void pool_free(struct kvs_pool *pool) {
 
 int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked, struct kvs_pool **opened,
                   struct kvs_error *err) {
+  return kvs_pool_open_within(engine, asked, KVS_POOL_PATIENCE_NS, opened, err);
+}
+
+int kvs_pool_open_within(struct kvs_engine *engine, const struct kvs_pool_layout *asked, int64_t timeout_ns,
+                         struct kvs_pool **opened, struct kvs_error *err) {
   struct kvs_pool_layout layout = *asked;
   int status = kvs_dev_check(engine->device, err);
   if (!status) status = kvs_layout_check(&layout, err);
@@ -143,7 +148,7 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
   name_pool(pool, layout.name);
   uint64_t end = layout.ptr + kvs_layout_extent(&layout);
-  status = kvs_vacate_lock(engine, layout.ptr, end, err);
+  status = kvs_vacate_lock(engine, layout.ptr, end, timeout_ns, err);
   if (status) {
     pool_free(pool);
     return status;

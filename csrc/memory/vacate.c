@@ -12,8 +12,6 @@
 #include "lanes/state.h"
 #include "memory/pool.h"
 
-static const int64_t LIMIT_NS = 60ll * 1000 * 1000 * 1000;
-
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t ended;
 static struct kvs_vacating *first; /* guarded by lock */
@@ -48,8 +46,8 @@ static bool meets_locked(uint64_t base, uint64_t end) {
   return at != NULL;
 }
 
-int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, struct kvs_error *err) {
-  uint64_t deadline = kvs_deadline(LIMIT_NS);
+int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t deadline = kvs_deadline(timeout_ns);
   watch_fork();
   for (;;) {
     pthread_mutex_lock(&engine->hazard_lock);

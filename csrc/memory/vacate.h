@@ -19,7 +19,7 @@ int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, 
 void kvs_vacate_end(struct kvs_vacating *vacating);
 
 /* Take engine->hazard_lock while no memory of [base, end) is about to go; until the lock is released none begins to.
- * KVS_TIMEOUT: it went for a minute; the lock is not held. */
-int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, struct kvs_error *err);
+ * KVS_TIMEOUT: it went for timeout_ns; the lock is not held. */
+int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, int64_t timeout_ns, struct kvs_error *err);
 
 #endif

@@ -118,22 +118,38 @@ static struct pool_object *alloc_pool(PyTypeObject *type) {
   return (struct pool_object *)self;
 }
 
+struct opening {
+  struct kvs_engine *engine;
+  const struct kvs_pool_layout *layout;
+  struct kvs_pool **opened;
+  struct kvs_error err;
+  int rc;
+};
+
+/* KVS_OK also when the opening has failed: in its turn. */
+static int open_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct opening *opening = arg;
+  opening->rc = kvs_pool_open_within(opening->engine, opening->layout, timeout_ns, opening->opened, &opening->err);
+  if (opening->rc == KVS_TIMEOUT) *err = opening->err;
+  return opening->rc == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
+}
+
 /* Steals the reference to engine, which is NULL if an exception is set. */
 static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct pool_object *self,
                      const struct kvs_pool_layout *layout) {
-  struct kvs_error err = {0};
-  int rc;
+  static const char freed[] = "another thread's free of this memory";
+  struct opening opening = {.engine = engine, .layout = layout, .opened = &self->pool};
   if (engine == NULL) return -1;
-  KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
-  if (rc == KVS_INVALID && await_dropped(state, engine) == 0)
-    KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
+  int waited = kvs_py_wait(state, open_slice, &opening, KVS_POOL_PATIENCE_NS, freed);
+  if (waited == 0 && opening.rc == KVS_INVALID && (waited = await_dropped(state, engine)) == 0)
+    waited = kvs_py_wait(state, open_slice, &opening, KVS_POOL_PATIENCE_NS, freed);
   KVS_PY_NO_GIL(kvs_engine_unref(engine));
-  if (rc == KVS_OK) {
+  if (waited == 0 && opening.rc == KVS_OK) {
     PyObject_GC_Track(self);
     return 0;
   }
   self->pool = NULL;
-  if (!PyErr_Occurred()) kvs_py_raise(state, &err);
+  if (!PyErr_Occurred()) kvs_py_raise(state, &opening.err);
   return -1;
 }
 

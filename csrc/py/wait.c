@@ -94,22 +94,40 @@ enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_r
   return KVS_PY_GIVEN;
 }
 
+struct allocating {
+  struct kvs_allocating *core;
+  uint64_t *ptr;
+  int rc;
+  struct kvs_error err;
+};
+
+static int wait_alloc(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct allocating *a = arg;
+  a->rc = kvs_engine_alloc_wait(a->core, timeout_ns, a->ptr, &a->err);
+  if (a->rc == KVS_TIMEOUT) *err = a->err;
+  return a->rc == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
+}
+
 int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
                  uint64_t *ptr) {
-  int64_t start = (int64_t)kvs_clock_ns();
-  for (;;) {
-    struct kvs_error err = {0};
-    bool more;
-    int rc;
+  int64_t start = (int64_t)kvs_clock_ns(), left;
+  do {
+    struct allocating a = {.ptr = ptr};
+    bool more = false;
+    KVS_PY_NO_GIL(a.rc = kvs_engine_alloc_start(engine, nbytes, kind, &a.core, &a.err));
+    if (a.rc != KVS_OK) return kvs_py_raise(state, &a.err), -1;
+    int waited = kvs_py_wait(state, wait_alloc, &a, PATIENCE_NS, "the driver's allocation");
     Py_BEGIN_ALLOW_THREADS
-    rc = kvs_engine_alloc_within(engine, nbytes, kind, KVS_PY_SLICE_NS, ptr, &err);
-    more = rc == KVS_NOMEM && kvs_reclaim_goes_on(engine);
-    Py_END_ALLOW_THREADS
-    if (rc == KVS_OK) return 0;
-    if (!more || (int64_t)kvs_clock_ns() - start > PATIENCE_NS) {
-      kvs_py_raise(state, &err);
-      return -1;
+    kvs_engine_alloc_leave(a.core);
+    if (waited == 0 && a.rc == KVS_NOMEM) { /* what is being freed may make room */
+      more = kvs_reclaim_goes_on(engine);
+      if (more) (void)kvs_reclaim_drain(engine, KVS_PY_SLICE_NS);
     }
-    if (PyErr_CheckSignals() < 0) return -1;
-  }
+    Py_END_ALLOW_THREADS
+    left = PATIENCE_NS - ((int64_t)kvs_clock_ns() - start);
+    if (waited < 0) return -1;
+    if (a.rc == KVS_OK) return 0;
+    if (!more || left <= 0) return kvs_py_raise(state, &a.err), -1;
+  } while (PyErr_CheckSignals() == 0);
+  return -1;
 }
