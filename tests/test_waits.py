@@ -642,6 +642,33 @@ def test_slots_that_the_driver_is_freeing(device: kvswap.Device) -> None:
     kvswap.swap_blocks_batch([gpu], [host], 4096, device=device, path="burst").wait(PATIENCE)
 
 
+def test_a_full_gpu_and_ctrl_c(device: kvswap.Device) -> None:
+    """Its driver waits for the device before it says that there is no memory: in a thread."""
+    if device.kind == "host":
+        pytest.skip("a host device has no driver that waits")
+    held, size = [], 1 << 30
+    while size >= 1 << 24:
+        try:
+            held.append(device.alloc(size))
+        except MemoryError:
+            size //= 2
+    with Gate(device) as gate:
+        gate.hold(kvswap.Stream(device))
+        begin = time.monotonic()
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises((KeyboardInterrupt, MemoryError)):
+            timer.start()
+            device.alloc(1 << 30)
+            pytest.fail("there was memory")
+        timer.cancel()
+        assert time.monotonic() - begin < 2
+        with pytest.raises(TimeoutError):
+            device.set_slots(0, timeout=0.2)
+        assert time.monotonic() - begin < 4
+    for one in held:
+        one.free(PATIENCE)
+
+
 def test_no_thread_to_give_memory_back() -> None:
     """Near the limit of addresses: what was dropped cannot be given back, and is not waited for."""
     run = run_python(
