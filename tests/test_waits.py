@@ -635,10 +635,9 @@ def test_slots_that_the_driver_is_freeing(device: kvswap.Device) -> None:
                 device.set_slots(0, timeout=0.2)
             assert time.monotonic() - begin < AT_ONCE
         kvswap.swap_blocks_batch([gpu], [host], 4096, device=device).wait(PATIENCE)
-        stats = device.stats()
-        assert device.info and stats
+        assert device.info and device.stats()
     device.set_slots(before // 8, timeout=PATIENCE)
-    assert device.info["slots_nbytes"] == before // 8 * 7 or device.info["slots_nbytes"] > 0
+    assert device.info["slots_nbytes"] == before
     kvswap.swap_blocks_batch([gpu], [host], 4096, device=device, path="burst").wait(PATIENCE)
 
 
