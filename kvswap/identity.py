@@ -77,7 +77,12 @@ FIELDS = (
         "`kv_cache_dtype`, dtype of the host pool",
         needed=True,
     ),
-    Field("kv_scales", "digest of a file of the KV's scales", "", "`quantization_param_path`"),
+    Field(
+        "kv_scales",
+        "scales of the KV, if they are not in the checkpoint; computed at run time: nothing is stored",
+        "`calculate_kv_scales`",
+        "digest of the file of `quantization_param_path`",
+    ),
     Field("quantization", "of the weights", "method and its configuration", "method"),
     Field("rope", "positions, as the engine takes them", "`rope_parameters`, `max_model_len` of LongRoPE"),
     Field(

@@ -29,7 +29,7 @@ def identity_of(offloading_spec: Any, said: Said) -> Identity:
     """Of the blocks of the host tier that this spec makes."""
     config = getattr(offloading_spec, "config", None)
     vllm, cache = _configs(offloading_spec, config)
-    found = _of_model(vllm, config, said) | _of_cache(vllm, config) | _of_layers(offloading_spec, vllm, cache, config)
+    found = _of_model(vllm, config) | _of_cache(vllm, config) | _of_layers(offloading_spec, vllm, cache, config)
     return Identity("vllm", found, said)
 
 
@@ -69,7 +69,7 @@ def _name(value: Any) -> Any:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def _of_model(vllm: Any, config: Any, said: Said) -> dict[str, Any]:
+def _of_model(vllm: Any, config: Any) -> dict[str, Any]:
     model = _get(vllm, "model_config")
     if model is None:
         name = str(_get(config, "model.name"))
@@ -99,7 +99,7 @@ def _of_model(vllm: Any, config: Any, said: Said) -> dict[str, Any]:
 
 def _quantization(model: Any) -> Any:
     method, more = _name(_get(model, "quantization")), _get(model, "quantization_config")
-    return [method, digest_of(more)] if more else method
+    return [method, digest_of(_value(more))] if more else method
 
 
 def _rope(model: Any) -> Any:
