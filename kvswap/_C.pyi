@@ -1366,9 +1366,15 @@ def _remote_seal(
     """Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined."""
 
 def _remote_check(
-    slots: NDArray[Any], blocks: NDArray[Any] | None, nbytes: int, identity: bytes, keys: bytes, secret: bytes | None
+    slots: NDArray[Any],
+    blocks: NDArray[Any] | None,
+    nbytes: int,
+    identity: bytes,
+    keys: bytes,
+    secret: bytes | None,
+    again: bool = False,
 ) -> bytes:
-    """A byte a slot: 0: right, and copied to blocks unless that is None."""
+    """A byte a slot: 0: right, and copied to blocks unless that is None. again: also compare the copies."""
 
 def _remote_exit_count(opened: bool, /) -> None:
     """A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit()."""

@@ -449,6 +449,9 @@ def test_no_bit_can_change(nbytes: int, secret: bytes | None) -> None:
         check(slot, nbytes, secret, None, b"j" * 16) == 2
         and check(slot, nbytes, secret, None, b"i" * 16, b"l" * 16) == 3
     )
+    at = [np.array([each.ctypes.data], np.uint64) for each in (slot, to)]
+    assert _C._remote_check(at[0], at[1], nbytes, b"i" * 16, b"k" * 16, secret, again=True) == b"\0"
+    np.testing.assert_array_equal(to, block)
     assert check(slot, nbytes, secret, None) == 0 and check(slot, nbytes, b"x" * 16) == 6
     if nbytes > 1:
         assert check(slot, nbytes - 1, secret) == 4

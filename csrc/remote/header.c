@@ -87,8 +87,7 @@ void kvs_remote_seal(void *sealed, const void *block, const struct kvs_remote_la
   memcpy(sealed, &header, sizeof header);
 }
 
-enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_remote_label *label) {
-  const uint8_t *block = (const uint8_t *)sealed + KVS_REMOTE_HEADER_NBYTES;
+static enum kvs_remote_verdict check(const void *sealed, const uint8_t *block, const struct kvs_remote_label *label) {
   struct kvs_remote_header header;
   memcpy(&header, sealed, sizeof header);
   if (header.magic != KVS_REMOTE_MAGIC || header.header_crc != header_crc(&header)) return KVS_REMOTE_NO_HEADER;
@@ -99,4 +98,12 @@ enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_re
   if (label->secret != NULL && header.mac != mac_of(&header, block, label->nbytes, label->secret))
     return KVS_REMOTE_WRONG_MAC;
   return KVS_REMOTE_RIGHT;
+}
+
+enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_remote_label *label) {
+  return check(sealed, (const uint8_t *)sealed + KVS_REMOTE_HEADER_NBYTES, label);
+}
+
+enum kvs_remote_verdict kvs_remote_compare(const void *sealed, const void *copy, const struct kvs_remote_label *label) {
+  return check(sealed, copy, label);
 }

@@ -48,4 +48,7 @@ void kvs_remote_seal(void *sealed, const void *block, const struct kvs_remote_la
 
 enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_remote_label *label);
 
+/* Whether a copy of the block, made after a check, has the bytes that the header says. */
+enum kvs_remote_verdict kvs_remote_compare(const void *sealed, const void *copy, const struct kvs_remote_label *label);
+
 #endif

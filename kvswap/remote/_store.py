@@ -124,6 +124,7 @@ class RemoteStore:
         self._damaged: dict[str, int] = {}  # blocks to be removed, and how often that was tried
         self._nodes: dict[str, None] = {}
         self._closed = False
+        self._failed = set[int]()  # threads whose staging memory a transfer that failed may still write to
         self.counts = _counts.new()
         self._client = Client(master, hostname, metadata, protocol, devices)
         self._config = self._client.config()
@@ -161,8 +162,8 @@ class RemoteStore:
 
     def load(self, keys: Any, blocks: Any, ids: Any = None) -> RemoteTransfer:
         """Load the blocks of these keys; returns the RemoteTransfer at once. A block that is missing, damaged, or has
-        not arrived within the limit, is among the failed blocks. Its memory is unchanged, or, where it was cleared
-        meanwhile, has the block of before. Arguments and errors: as in store()."""
+        not arrived within the limit, is among the failed blocks. Its memory is unchanged, or, where the block was
+        cleared meanwhile or the limit came before the end, has its bytes. Arguments and errors: as in store()."""
         return self._submit("load", keys, blocks, ids)
 
     def contains(self, keys: Any, /) -> list[bool]:
@@ -386,6 +387,8 @@ class RemoteStore:
         slots, size = self._slots(thread, count), self._nbytes
         codes = self._client.codes("batch_get_into", count, part.names, slots.tolist(), [size] * count)
         arrived = [i for i, code in enumerate(codes) if code == size]
+        if any(_codes.meaning(code) is Meaning.DOWN for code in codes):
+            self._failed.add(thread)
         for i, code in enumerate(codes):
             if code != size:
                 self._miss(part, i, "it has another length" if code > 0 else _codes.reason(code))
@@ -401,6 +404,7 @@ class RemoteStore:
             self.identity,
             hashes(some.names),
             self._secret,
+            thread in self._failed,
         )
         for i, verdict in enumerate(checked):
             if verdict:
