@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
-from kvswap import Error, MissingKey
+from kvswap import Error, MissingKey, cli
 from kvswap.files import Layout
 
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
@@ -399,6 +399,19 @@ def test_a_master_that_restarts_and_a_node_that_dies(cluster: Cluster, layout: L
         load = store.load(keys, found, range(16))
         ended(load, 3.0)
         assert len(load.failed_blocks) == 16
+
+
+def test_the_command(shared: Cluster, layout: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["remote", "check", shared.address]) == 0
+    out = capsys.readouterr().out
+    assert "loaded                16 of 16 blocks of 1 MiB" in out and out.count(" up\n") == 2
+    with RemoteStore(shared.address, layout) as store:
+        store.store([b"k"], blocks_of(1), [0]).wait(PATIENCE)
+        assert cli.main(["remote", "clear", shared.address, store.identity.hex()]) == 0
+        time.sleep(1.0)
+        assert store.contains([b"k"]) == [False]
+    for wrong in (["check", "nowhere"], ["clear", shared.address, "xx"]):
+        assert cli.main(["remote", *wrong]) == 2
 
 
 # -- an engine's process -----------------------------------------------------------------------------------------------

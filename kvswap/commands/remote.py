@@ -25,10 +25,11 @@ def add(commands: Commands[Parser]) -> None:
     add_json(check)
     check.set_defaults(run=_check)
     clear = own.add_parser("clear", help="begin a new epoch: no engine finds the blocks of an identity any more")
-    clear.add_argument("identity", metavar="IDENTITY", help="32 hexadecimal digits, which an engine's log has")
     clear.set_defaults(run=_clear)
     for each in (check, clear):
         each.add_argument("master", metavar="MASTER", help="HOST:PORT of mooncake_master")
+    clear.add_argument("identity", metavar="IDENTITY", help="32 hexadecimal digits, which an engine's log has")
+    for each in (check, clear):
         each.add_argument("--secret", metavar="FILE", type=Path, help="the secret of these engines, if they have one")
         each.add_argument("--timeout", metavar="S", type=duration, default=10.0, help="limit of each call (10)")
 
@@ -51,9 +52,9 @@ def _check(args: argparse.Namespace) -> int:
     show = for_person(args)
     with (
         document(args, "remote check") as out,
-        _open(args, use="kvswap remote check", run=secrets.token_hex(8)) as store,
+        _open(args, use="kvswap remote check") as store,
     ):
-        keys = [b"%d" % i for i in range(_BLOCKS)]
+        keys = [secrets.token_bytes(16) for _ in range(_BLOCKS)]
         blocks = np.frombuffer(secrets.token_bytes(_BLOCKS * _NBYTES), np.uint8).reshape(_BLOCKS, -1)
         found = np.zeros_like(blocks)
         row: dict[str, Any] = {"master": args.master, "blocks": _BLOCKS, "block_nbytes": _NBYTES}
