@@ -46,15 +46,12 @@ struct kvs_file_settings {
   uint64_t segment_nbytes; /* of a segment file; 0: chosen by the store */
   enum kvs_file_engine engine;
   enum kvs_file_durability durability;
-  enum kvs_file_gds_mode
-      gds;        /* for blocks in pools; without GDS they are staged in host memory: kvs_file_info.gds_note */
-  unsigned depth; /* reads and writes in flight; 0: chosen by the store */
-  unsigned queue; /* unfinished loads, stores and deletes, each, before KVS_QUEUE_FULL; 0: 128 */
-  bool buffered;  /* use the page cache even if O_DIRECT works */
-  bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
-  /* Several processes of a machine store and load in this directory, each with its own capacity; all find the blocks of
-   * all. A key stands for its bytes: all processes store the same
-   * bytes under it. */
+  enum kvs_file_gds_mode gds; /* for blocks in pools; kvs_file_info.gds_note says why they go through host memory */
+  unsigned depth;             /* reads and writes in flight; 0: chosen by the store */
+  unsigned queue;             /* unfinished loads, stores and deletes, each, before KVS_QUEUE_FULL; 0: 128 */
+  bool buffered;              /* use the page cache even if O_DIRECT works */
+  bool readonly;              /* read only: while another process writes the store, or on a read-only file system */
+  /* Processes of a machine find each other's blocks in this directory. All store the same bytes under a key. */
   bool shared;
   struct kvs_engine *device; /* device of the pools to store from and load into; NULL: addresses of host memory only */
   uint64_t staging_nbytes; /* pinned memory (with GDS, device memory) between pools and files; 0: chosen by the store */
@@ -63,7 +60,10 @@ struct kvs_file_settings {
   const char *const *more;
   size_t nmore;
   uint64_t events; /* that are kept for kvs_file_take_events(); 0: none */
-  uint64_t reserved[5];
+  /* A directory at most three folders above, whose first store sets the capacity of all segments below it, of every
+   * process, model and layout. NULL: `directory` with `shared`, otherwise none. */
+  const char *bound;
+  uint64_t reserved[4];
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.
@@ -178,19 +178,17 @@ struct kvs_file_transfer_info {
 KVS_API void kvs_file_transfer_get_info(struct kvs_file_transfer *, struct kvs_file_transfer_info *);
 
 struct kvs_file_stats {
-  uint64_t blocks, pinned, slots; /* now; slots of all segments */
-  uint64_t segments, file_nbytes;
-  uint64_t stored, kept, loaded, deleted, evicted; /* blocks, since the store was opened */
-  uint64_t missed, damaged,
-      failed;          /* missed: loads of missing keys; damaged: blocks with wrong bytes; failed: other failures */
-  uint64_t found, cut; /* at open: blocks; torn blocks and damaged headers, erased unless readonly */
-  uint64_t foreign;    /* segment files that cannot be read; they are left alone */
-  uint64_t lost_slots; /* slots that could not be erased, or read: unused until the next open */
-  uint64_t unfinished_loads, unfinished_stores; /* transfers, now; deletes count as stores */
-  uint64_t refused_full;
-  uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */
-  uint64_t gds_by_host;                         /* blocks that libcufile refused: copied through host memory */
-  uint64_t reserved[16];
+  uint64_t blocks, pinned, slots, segments, file_nbytes; /* now; slots of all segments */
+  uint64_t stored, kept, loaded, deleted, evicted;       /* blocks, since the store was opened */
+  uint64_t missed, damaged, failed; /* loads of missing keys; blocks with wrong bytes; other failures */
+  uint64_t found, cut;              /* at open: blocks; torn blocks and damaged headers, erased unless readonly */
+  uint64_t foreign;                 /* segment files that cannot be read; they are left alone */
+  uint64_t lost_slots;              /* slots that could not be erased, or read: unused until the next open */
+  uint64_t unfinished_loads, unfinished_stores, refused_full; /* transfers, now; calls */
+  uint64_t gds_read_nbytes, gds_written_nbytes, gds_by_host;  /* by libcufile; blocks that it refused */
+  uint64_t directory_nbytes; /* of all segments in the directory that bounds the store, when it last looked */
+  uint64_t reclaimed_segments, retired_segments; /* removed: of ended writers, for room; own, for others' room */
+  uint64_t reserved[13];
 };
 KVS_API int kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *, struct kvs_error *);
 
@@ -205,13 +203,15 @@ struct kvs_file_info {
   bool readonly;
   uint64_t block_nbytes, slot_nbytes, segment_nbytes, capacity;
   unsigned depth;
-  const char *readonly_note; /* why a store that was opened for writing is read-only; valid as long as the store */
-  uint64_t reserved[7];
+  const char *readonly_note;      /* why a store that was opened for writing is read-only; valid as long as the store */
+  const char *bound, *bound_note; /* the directory that bounds the store; what is not as asked for; empty: nothing */
+  uint64_t reserved[5];
 };
 KVS_API void kvs_file_get_info(struct kvs_file_store *, struct kvs_file_info *);
+/* Of a directory that bounds stores: its limit, bytes and running writers. limit: a new one; 0: unchanged. */
+KVS_API int kvs_file_limit(const char *directory, uint64_t limit, uint64_t found[3], struct kvs_error *err);
 
-/* Whether a store would use GPUDirect Storage (`compat`: or its compatibility mode), as far as known without opening
- * libcufile's driver; `note` gives the reason. */
+/* Whether a store would use GPUDirect Storage (`compat`: or its compatibility mode), and why, without opening it. */
 KVS_API bool kvs_file_gds(bool compat, char note[200]);
 
 #ifdef __cplusplus

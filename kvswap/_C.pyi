@@ -531,10 +531,13 @@ class FileStore:
       'compat': else libcufile's compatibility mode, which goes through host memory by itself; 'off'. Where it cannot
       be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.
     readonly: read a store that another process writes; refresh() finds its new blocks. One process writes.
-    shared: several processes of a machine store in this directory, each with its own capacity, and each finds the
+    shared: several processes of a machine store in this directory, and each finds the
       blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()
       deletes own blocks only.
     events: how many events are kept for take_events(); None: none.
+    bound: a directory around this one, at most three folders up: capacity is then the limit of all files below it, of
+      every process, model and layout. The first store sets it; later ones go by that, with a warning. None: this
+      directory where it is shared, otherwise none.
 
     Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.
     Error: the directory cannot be used. Any thread may use it."""
@@ -560,6 +563,7 @@ class FileStore:
         gds: Literal["auto", "compat", "off"] = "auto",
         shared: bool = False,
         events: int | None = None,
+        bound: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     ) -> FileStore: ...
     @property
     def info(self) -> FileInfo:
@@ -1263,6 +1267,10 @@ def _file_gds_close() -> bool:
 
 def _file_clear(directory: str | bytes | PathLike[str] | PathLike[bytes], /) -> None:
     """Begin a new epoch of a store's directory, or of a shared one."""
+
+def _file_limit(directory: str | bytes | PathLike[str] | PathLike[bytes], nbytes: int, /) -> tuple[int, int, int]:
+    """(limit, bytes of all segments below, running writers) of a directory that bounds stores; nbytes: the new
+    limit, 0: unchanged. Error: it has none."""
 
 def _file_peek(directory: str | bytes | PathLike[str] | PathLike[bytes], /) -> tuple[str, int]:
     """(text of the layout, block_nbytes) of a store's directory."""

@@ -25,15 +25,22 @@ _FOR_READERS = ("engine", "depth", "queue", "buffered")
 Directory = str | list[str]
 
 
+def is_one(directory: Directory) -> bool:
+    """Whether it is one directory, which has one bound for all stores in it."""
+    return isinstance(directory, str) or len(directory) == 1
+
+
 def shares(directory: Directory, options: dict[str, Any]) -> bool:
     """Whether all processes write."""
     shared: bool = options.get("shared", True)
-    return shared and (isinstance(directory, str) or len(directory) == 1)
+    return shared and is_one(directory)
 
 
 class SharedFiles:
     """The store of one layout: a folder of `directory`, named after the layout.
 
+    capacity: limit of all files in `bound`, of every layout and process; of several directories, of this store's.
+    bound: a directory around `directory`; None: that one.
     may_write: False: this process stores nothing.
     options: of FileStore. shared: every process that may write does, and finds what the others stored.
 
@@ -45,11 +52,19 @@ class SharedFiles:
     """
 
     def __init__(
-        self, directory: Directory, layout: Layout, capacity: int, may_write: bool, options: dict[str, Any]
+        self,
+        directory: Directory,
+        layout: Layout,
+        capacity: int,
+        may_write: bool,
+        options: dict[str, Any],
+        bound: str | None = None,
     ) -> None:
         self.folders = [folder(each, layout) for each in ([directory] if isinstance(directory, str) else directory)]
         self.layout, self.capacity, self.may_write = layout, capacity, may_write
         self.options = {**options, "shared": shares(directory, options)}
+        if is_one(directory):
+            self.options["bound"] = bound or self.folders[0].parent
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
         self._store: FileStore | None = None  # guarded by _lock, as are the fields below

@@ -240,6 +240,8 @@ class FileInfo(TypedDict):
     segment_nbytes: int
     capacity: int
     depth: int
+    bound: str
+    bound_note: str
 
 
 class FileStats(TypedDict):
@@ -268,3 +270,6 @@ class FileStats(TypedDict):
     gds_read_nbytes: int
     gds_written_nbytes: int
     gds_by_host: int
+    directory_nbytes: int
+    reclaimed_segments: int
+    retired_segments: int

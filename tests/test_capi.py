@@ -30,7 +30,7 @@ PYTHON_H = sysconfig.get_path("include")
 # Of kvswap.h, kvswap_pool.h and kvswap_file.h, what is not in the table: what opens and ends devices and stores is
 # Python's, and the race checker is the process's.
 LEFT_OUT = {"version", "engine_open", "engine_open_deterministic", "shutdown"}
-LEFT_OUT |= {"file_open", "file_close", "file_shutdown", "file_peek", "file_gds"}
+LEFT_OUT |= {"file_open", "file_close", "file_shutdown", "file_peek", "file_limit", "file_clear_directory", "file_gds"}
 LEFT_OUT |= {f"racecheck_{name}" for name in ("start", "stop", "active", "found", "take")}
 
 

@@ -17,7 +17,7 @@ from conftest import PATIENCE, random_bytes, run_python, until
 from test_files import have_engine, keys_of
 
 import kvswap
-from kvswap import testing
+from kvswap import _C, testing
 from kvswap.files import FileStore, Layout
 
 NBYTES, PER_SEGMENT = 5000, 8
@@ -186,6 +186,8 @@ def test_what_another_evicts_is_gone(tmp_path: Path) -> None:
         put(one, keys_of(16, "new"))
         finds(two, keys_of(16, "new"))
         assert two.contains(keys_of(16, "old")) == [False] * 16
+        _C._file_limit(tmp_path / "s", 16 * SEGMENT)
+        until(lambda: two.info["capacity"] == 16 * SEGMENT)
         put(two, keys_of(16, "old"), replace=False)
         assert two.stats()["stored"] == 16 and two.stats()["kept"] == 0
         assert one.stats()["evicted"] == 16

@@ -99,7 +99,7 @@ def test_objects_of_several_sizes(rig: Rig, tmp_path: Path) -> None:
     views = [memoryview(rig.memory[0]), memoryview(rig.memory[1])[:500], memoryview(rig.memory[2])]
     ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(1, 2, 3), views))
     assert (ok, error, each) == (True, "", [True] * 3)
-    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["12300", "500"]
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["12300", "500", "bound.kvs"]
     assert rig.exists(1, 2, 3, 4) == [True, True, True, False]
     to = np.zeros((3, NBYTES), np.uint8)
     wanted = [memoryview(to[0]), memoryview(to[1])[:500], memoryview(to[2])[:500]]  # of 3 there is none of 500 bytes

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sglang_stand_in as stand_in
 from conftest import PATIENCE, run_python, until
@@ -339,8 +338,9 @@ def test_the_pools_of_a_hybrid_model(tmp_path: Path) -> None:
         PoolName.MAMBA: HostPool(UNEVEN, tokens=1),
     }
     made = storage(tmp_path, pools)
-    files = {name: store_of(made, name).info["capacity"] for name in ("kv", "swa", "mamba") if store_of(made, name)}
-    assert sum(files.values()) <= CAPACITY and files["kv"] > files["swa"]
+    for name in ("kv", "swa", "mamba"):  # they share the directory's
+        info = store_of(made, name).info
+        assert (info["capacity"], info["bound"]) == (CAPACITY, str(tmp_path / "kv"))
     before = {name: [pool.bytes_of(page) for page in range(16)] for name, pool in pools.items()}
     save(made, pools[PoolName.KV], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
 
@@ -610,7 +610,7 @@ def test_the_files_are_nobody_elses(tmp_path: Path) -> None:
     made = storage(tmp_path, HostPool(KV))
     assert oct((tmp_path / "kv").stat().st_mode & 0o777) == "0o700"
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "kv").rglob("*"))
-    np.testing.assert_equal(len(list((tmp_path / "kv").iterdir())), 1)
+    assert len([path for path in (tmp_path / "kv").iterdir() if path.is_dir()]) == 1
     made.close()
 
 

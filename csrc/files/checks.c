@@ -1,19 +1,21 @@
-/* Reads and writes of whole pages, and what makes a file not the store's. */
+/* Settings, reads and writes of whole pages, and what makes a file not the store's. */
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "files/checks.h"
 #include "files/store.h"
+
+enum { MOST_DEPTH = 256 };
 
 int kvs_file_move_page(struct kvs_file_store *store, int fd, bool write, uint64_t offset, void *page, bool dsync) {
   struct kvs_file_span span = {
       .fd = fd, .write = write, .dsync = dsync, .offset = offset, .pieces = {{page, KVS_FILE_PAGE}}, .npieces = 1};
   return kvs_file_move(&store->faults, &span, store->direct);
 }
-
-enum { MOST_DEPTH = 256 };
 
 int kvs_file_check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
   if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
@@ -84,4 +86,25 @@ int kvs_file_refuse_empty(const struct kvs_file_store *store, struct kvs_error *
   bool any = !store->refusal || store->npeers || store->nsegments;
   for (unsigned i = 0; i < store->nroots; i++) any |= !store->roots[i].fresh;
   return any ? KVS_OK : kvs_fail(err, KVS_FILE, "%.200s is no store: it has no files", store->settings.directory);
+}
+
+char *kvs_file_absolute_path(const char *path) {
+  char *here = path[0] == '/' ? NULL : getcwd(NULL, 0), *whole;
+  if (!here) return strdup(path);
+  if (asprintf(&whole, "%s/%s", here, path) < 0) whole = NULL;
+  free(here);
+  return whole;
+}
+
+/* About sixteen segments fill the capacity, so at most a tenth is unused; segments are neither tiny nor huge. Stores
+ * that share a directory have smaller ones, because they give room to each other in whole segments. */
+uint64_t kvs_file_segment_size(const struct kvs_file_settings *s) {
+  const bool bound = s->bound || s->shared;
+  const uint64_t least = bound ? 1ull << 20 : 16ull << 20, most = 1ull << 30;
+  uint64_t nbytes = s->capacity / (bound ? 64 : 16);
+  if (s->segment_nbytes)
+    nbytes = s->segment_nbytes;
+  else
+    nbytes = nbytes < least ? least : nbytes > most ? most : nbytes;
+  return nbytes < s->capacity || s->readonly ? nbytes : s->capacity;
 }

@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "base/wait.h"
+#include "files/checks.h"
 #include "files/segment.h"
 #include "files/store.h"
 

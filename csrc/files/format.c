@@ -8,7 +8,7 @@
 /* Fields of all pages: magic at 0, version at 8, checksum at 12. Each kind of page has its own magic. */
 enum { VERSION_AT = 8, CRC_AT = 12 };
 static const char store_magic[] = "KVSSTORE", segment_magic[] = "KVSSEGMT", block_magic[] = "KVSBLOCK",
-                  check_magic[] = "KVSCHECK", epoch_magic[] = "KVSEPOCH";
+                  check_magic[] = "KVSCHECK", epoch_magic[] = "KVSEPOCH", bound_magic[] = "KVSBOUND";
 
 /* Fields of the first page of the store's file and of a segment. */
 enum {
@@ -27,6 +27,8 @@ enum { H_HASH = 16, H_SEQUENCE = 32, H_NBYTES = 40, H_DATA_CRC = 48, H_KEY_NBYTE
 enum { C_GENERATION = 16, C_SEQUENCE = 24, C_CLEAN = 32 };
 /* Field of the page of an epoch. */
 enum { E_EPOCH = 16 };
+/* Fields of the page of bound.kvs. */
+enum { B_LIMIT = 16, B_NBYTES = 24, B_TURN = 32 };
 
 static void put(uint8_t *page, size_t at, uint64_t value, size_t nbytes) {
   for (size_t i = 0; i < nbytes; i++) page[at + i] = (uint8_t)(value >> (8 * i));
@@ -203,4 +205,25 @@ enum kvs_file_page kvs_file_epoch_read(const void *from, struct kvs_file_epoch *
   enum kvs_file_page what = look(page, epoch_magic);
   if (what == KVS_FILE_GOOD) memcpy(epoch->bytes, page + E_EPOCH, sizeof epoch->bytes);
   return what;
+}
+
+/* -- bounds -------------------------------------------------------------------------------------------------------- */
+
+void kvs_file_bound_write(const struct kvs_file_bound_page *b, void *to) {
+  uint8_t *page = to;
+  begin(page, bound_magic);
+  put(page, B_LIMIT, b->limit, 8);
+  put(page, B_NBYTES, b->nbytes, 8);
+  put(page, B_TURN, b->turn, 8);
+  end(page);
+}
+
+enum kvs_file_page kvs_file_bound_read(const void *from, struct kvs_file_bound_page *b) {
+  const uint8_t *page = from;
+  enum kvs_file_page what = look(page, bound_magic);
+  if (what != KVS_FILE_GOOD) return what;
+  b->limit = get(page, B_LIMIT, 8);
+  b->nbytes = get(page, B_NBYTES, 8);
+  b->turn = get(page, B_TURN, 8);
+  return is_number(b->limit) ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
 }

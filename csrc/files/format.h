@@ -60,6 +60,13 @@ struct kvs_file_checkpoint {
   bool clean;          /* the store was closed with no write in flight */
 };
 
+/* The page of bound.kvs: files/bound.h. */
+struct kvs_file_bound_page {
+  uint64_t limit;  /* of the bytes of all segments in the directory */
+  uint64_t nbytes; /* that they had when the page was written */
+  uint64_t turn;   /* rises when the writers should look whether they have to give room back */
+};
+
 /* Hash of a layout: 128-bit FNV-1a over the format version and block_nbytes (8 bytes each) and the layout text. */
 void kvs_file_layout_hash(const char *layout, uint64_t block_nbytes, uint8_t hash[16]);
 
@@ -74,6 +81,7 @@ void kvs_file_geometry_write(const struct kvs_file_geometry *, bool of_segment, 
 void kvs_file_header_write(const struct kvs_file_header *, void *page);
 void kvs_file_checkpoint_write(const struct kvs_file_checkpoint *, void *page);
 void kvs_file_epoch_write(const struct kvs_file_epoch *, void *page);
+void kvs_file_bound_write(const struct kvs_file_bound_page *, void *page);
 
 /* Result of decoding a page. No field is used before the page's checksum is verified. */
 enum kvs_file_page {
@@ -86,5 +94,6 @@ enum kvs_file_page kvs_file_geometry_read(const void *page, bool of_segment, str
 enum kvs_file_page kvs_file_header_read(const void *page, struct kvs_file_header *);
 enum kvs_file_page kvs_file_checkpoint_read(const void *page, struct kvs_file_checkpoint *);
 enum kvs_file_page kvs_file_epoch_read(const void *page, struct kvs_file_epoch *);
+enum kvs_file_page kvs_file_bound_read(const void *page, struct kvs_file_bound_page *);
 
 #endif

@@ -305,6 +305,7 @@ static bool may_continue(struct kvs_file_item *item) {
   } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_PUT) {
     item->slot = item->entry->slot;
     item->epoch = store->epochs.now;
+    kvs_file_note_used_locked(store, item->slot);
   }
   pthread_mutex_unlock(&store->lock);
   return !stop && !late && !cleared;

@@ -12,14 +12,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "files/checks.h"
+#include "files/peers.h"
+#include "files/retire.h"
 #include "files/segment.h"
 #include "files/store.h"
 
 static const int64_t LOOK_NS = 200 * 1000 * 1000; /* between looks for new writers */
+static const int64_t CLOCK_NS = 50 * 1000 * 1000; /* more than the steps in which a file system's times rise */
 
 /* -- finding ------------------------------------------------------------------------------------------------------- */
 
@@ -108,12 +113,16 @@ int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
 
 /* -- notices ------------------------------------------------------------------------------------------------------- */
 
+static bool is_segment(const struct kvs_file_segment *segment, unsigned root, uint32_t number) {
+  return segment->root == root && segment->number == number && segment->fd >= 0 && !segment->removed;
+}
+
 /* The position of the notice's segment; nsegments: it is not open. */
 static uint32_t find_segment_locked(const struct kvs_file_store *store, unsigned root, uint32_t number, uint32_t hint) {
   const struct kvs_file_segment *all = store->segments;
-  if (hint < store->nsegments && all[hint].root == root && all[hint].number == number && all[hint].fd >= 0) return hint;
+  if (hint < store->nsegments && is_segment(&all[hint], root, number)) return hint;
   uint32_t at = 0;
-  while (at < store->nsegments && !(all[at].root == root && all[at].number == number && all[at].fd >= 0)) at++;
+  while (at < store->nsegments && !is_segment(&all[at], root, number)) at++;
   return at;
 }
 
@@ -199,7 +208,7 @@ static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_erro
   if (rescan) kvs_file_notices_skip(&peer->notices); /* what is told from now on is taken in after the scan */
   pthread_mutex_unlock(&store->lock);
   if (!adopt) return KVS_OK;
-  if (rescan) kvs_file_note_removed(store, root);
+  if (rescan) (void)kvs_file_note_removed(store, root);
   int status = kvs_file_adopt_from(store, root, err);
   if (rescan && !status) status = kvs_file_scan_peer(store, at, err);
   pthread_mutex_lock(&store->lock);
@@ -209,6 +218,28 @@ static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_erro
   pthread_mutex_unlock(&store->lock);
   if (rescan && !status) kvs_file_close_removed(store);
   return status;
+}
+
+/* Whether the names in a peer's directory may have changed since the last look. */
+static bool has_changed(struct kvs_file_peer *peer) {
+  struct timespec now;
+  struct stat info;
+  if (fstat(peer->root.folder, &info) || clock_gettime(CLOCK_REALTIME, &now)) return false;
+  const int64_t second = 1000000000, when = info.st_mtim.tv_sec * second + info.st_mtim.tv_nsec;
+  const bool changed = when != peer->names_ns, settled = now.tv_sec * second + now.tv_nsec - when > CLOCK_NS;
+  peer->names_ns = settled ? when : 0;
+  return changed;
+}
+
+/* Forget the blocks of segments that are no longer there: of a writer that has ended nothing is told when another
+ * process removes its files. */
+static void forget_removed(struct kvs_file_store *store) {
+  bool removed = false;
+  for (unsigned i = 0; i < store->npeers; i++) {
+    removed |= has_changed(&store->peers[i]) && kvs_file_note_removed(store, store->nroots + i);
+  }
+  if (removed) kvs_file_sweep(store);
+  kvs_file_close_removed(store);
 }
 
 /* *unread: some writer's files could not be read, and are read again later. That is no failure of this store. */
@@ -231,6 +262,7 @@ static int serve_peers(struct kvs_file_store *store, bool look, bool *unread, st
     status = served;
     *err = failure;
   }
+  if (look) forget_removed(store);
   pthread_mutex_unlock(&store->peers_lock);
   return status;
 }

@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "files/checks.h"
 #include "files/segment.h"
 #include "files/store.h"
 
@@ -24,7 +25,7 @@ enum {
 
 void kvs_file_segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }
 
-static bool is_segment_name(const char *name, uint32_t *number) {
+bool kvs_file_segment_number(const char *name, uint32_t *number) {
   char again[32];
   if (sscanf(name, "segment-%8u", number) != 1) return false;
   kvs_file_segment_name(*number, again);
@@ -113,7 +114,7 @@ int kvs_file_segment_repair(struct kvs_file_store *store, uint32_t at) {
 int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, bool cut,
                             uint32_t *place) {
   struct kvs_file_root *of = kvs_file_root_at(store, root);
-  uint32_t at = store->settings.readonly || root >= store->nroots ? 0 : store->nsegments;
+  uint32_t at = store->nremoved ? 0 : store->nsegments;
   while (at < store->nsegments && store->segments[at].fd >= 0) at++;
   if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
   store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .root = root, .suspect = cut};
@@ -202,7 +203,7 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
     return kvs_file_fail(err, code, "reading the directory %.200s", kvs_file_root_at(store, root)->path);
   }
   for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
-    if (!is_segment_name(entry->d_name, &number) || is_open(store, root, number)) continue;
+    if (!kvs_file_segment_number(entry->d_name, &number) || is_open(store, root, number)) continue;
     if (*count == capacity) {
       capacity = capacity ? 2 * capacity : 64;
       uint32_t *grown = realloc(*numbers, capacity * sizeof *grown);
@@ -220,16 +221,40 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
   return KVS_OK;
 }
 
-void kvs_file_note_removed(struct kvs_file_store *store, unsigned root) {
+bool kvs_file_note_removed(struct kvs_file_store *store, unsigned root) {
   struct stat info;
+  bool any = false;
   pthread_mutex_lock(&store->lock);
   const uint32_t nsegments = store->nsegments;
   pthread_mutex_unlock(&store->lock);
   for (uint32_t i = 0; i < nsegments; i++) { /* those of peers are changed by this thread alone */
     struct kvs_file_segment *segment = &store->segments[i];
     if (segment->root != root) continue;
-    segment->removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
+    const bool removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
+    pthread_mutex_lock(&store->lock);
+    any |= removed && !segment->removed;
+    segment->removed = removed;
+    pthread_mutex_unlock(&store->lock);
   }
+  return any;
+}
+
+enum { MOST_LOOKS = 65536 }; /* beyond so many blocks in transfers a segment counts as used */
+
+static bool is_in(const struct kvs_file_store *store, uint32_t slot, const struct kvs_file_segment *segment) {
+  return slot != KVS_NO_SLOT && &store->segments[slot / store->geometry.slots] == segment;
+}
+
+bool kvs_file_in_use_locked(const struct kvs_file_store *store, const struct kvs_file_segment *segment) {
+  size_t looks = 0;
+  for (const struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later)
+    for (size_t i = 0; i < transfer->nitems; i++) {
+      const struct kvs_file_item *item = &transfer->items[i];
+      if (item->progress == KVS_FILE_OVER) continue;
+      if (is_in(store, item->slot, segment) || is_in(store, item->old, segment)) return true;
+      if (is_in(store, item->entry->stale, segment) || ++looks == MOST_LOOKS) return true;
+    }
+  return false;
 }
 
 void kvs_file_close_removed(struct kvs_file_store *store) {
@@ -237,7 +262,7 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
     struct kvs_file_segment *segment = &store->segments[i];
     if (!segment->removed || segment->fd < 0) continue;
     pthread_mutex_lock(&store->lock);
-    int fd = store->oldest ? -1 : segment->fd; /* unfinished transfers may read there */
+    int fd = kvs_file_in_use_locked(store, segment) ? -1 : segment->fd;
     store->nremoved += fd >= 0;
     if (fd >= 0) segment->fd = -1;
     pthread_mutex_unlock(&store->lock);
@@ -257,7 +282,8 @@ int kvs_file_adopt_from(struct kvs_file_store *store, unsigned root, struct kvs_
 
 int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_OK;
-  for (unsigned root = 0; store->settings.readonly && root < store->nroots; root++) kvs_file_note_removed(store, root);
+  for (unsigned root = 0; store->settings.readonly && root < store->nroots; root++)
+    (void)kvs_file_note_removed(store, root);
   pthread_mutex_lock(&store->lock);
   store->stats.foreign = 0;
   pthread_mutex_unlock(&store->lock);
@@ -267,6 +293,7 @@ int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
 
 int kvs_file_most_segments(const struct kvs_file_store *store, uint64_t *most, struct kvs_error *err) {
   *most = store->settings.readonly ? READER_SEGMENTS : store->settings.capacity / store->geometry.segment_nbytes;
+  if (!*most && store->bound) *most = 1; /* as any writer may have */
   if (*most) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "capacity is %llu bytes; a segment of %u blocks takes %llu: give it more",
                   (unsigned long long)store->settings.capacity, store->geometry.slots,

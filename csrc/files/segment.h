@@ -5,6 +5,7 @@
 #include "files/store.h"
 
 void kvs_file_segment_name(uint32_t number, char name[32]);
+bool kvs_file_segment_number(const char *name, uint32_t *number); /* false: it is no segment's name */
 /* Numbers of the segments of a directory that are not open, ascending; the caller frees the list. */
 int kvs_file_list_segments(struct kvs_file_store *, unsigned root, uint32_t **numbers, size_t *count,
                            struct kvs_error *);
@@ -13,8 +14,9 @@ int kvs_file_size_segments(struct kvs_file_store *, struct kvs_error *); /* room
 void kvs_file_remove_old_segments(struct kvs_file_store *);              /* at open, if the capacity was reduced */
 int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add new segments, mark unlinked ones */
 int kvs_file_adopt_from(struct kvs_file_store *, unsigned root, struct kvs_error *); /* the same, of one directory */
-void kvs_file_note_removed(struct kvs_file_store *, unsigned root);
-void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments, unless a transfer may read there */
+bool kvs_file_note_removed(struct kvs_file_store *, unsigned root); /* whether any segment was unlinked since */
+void kvs_file_close_removed(struct kvs_file_store *);               /* close unlinked segments that no transfer uses */
+bool kvs_file_in_use_locked(const struct kvs_file_store *, const struct kvs_file_segment *); /* by a transfer */
 /* Make a segment with the first unused number from *number on; it is not listed. 0 or an errno. One thread, no lock. */
 int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
 /* Under lock; 0 or ENOMEM. *at: its position in the list. */

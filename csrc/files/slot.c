@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "base/wait.h"
+#include "files/bound.h"
 #include "files/segment.h"
 #include "files/store.h"
 
@@ -29,6 +30,7 @@ enum {
 
 bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
   struct kvs_file_root *root = kvs_file_root_of(store, slot);
+  if (store->segments[slot / store->geometry.slots].leaving) return false;
   if (root->nfree == root->free_capacity) {
     size_t capacity = root->free_capacity ? 2 * root->free_capacity : 1024;
     uint32_t *grown = realloc(root->free_slots, capacity * sizeof *grown);
@@ -57,6 +59,7 @@ void kvs_file_set_slot_locked(struct kvs_file_store *store, struct kvs_file_entr
   const bool had = before != KVS_NO_SLOT && !entry->foreign;
   if ((before == KVS_NO_SLOT) != (slot == KVS_NO_SLOT)) kvs_file_event_locked(store, entry, slot != KVS_NO_SLOT);
   kvs_file_index_set_slot(&store->index, entry, slot);
+  store->came_back += slot != KVS_NO_SLOT && store->segments[slot / store->geometry.slots].leaving;
   entry->foreign = slot != KVS_NO_SLOT && kvs_file_is_foreign(store, slot);
   const bool has = slot != KVS_NO_SLOT && !entry->foreign;
   if (has && before != KVS_NO_SLOT && !had && entry->other == KVS_NO_SLOT) entry->other = before;
@@ -147,15 +150,10 @@ static int refusal_of(const struct kvs_file_root *root) {
 
 /* -- finding a slot ------------------------------------------------------------------------------------------------ */
 
-/* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
-static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
+/* Add a segment's slots; the lowest is used first. */
+void kvs_file_grown_locked(struct kvs_file_store *store, unsigned at, int code, uint32_t number, int fd) {
   struct kvs_file_root *root = &store->roots[at];
-  uint32_t number = root->next_number, slots = store->geometry.slots, place = 0;
-  int fd = -1;
-  store->growing = true;
-  pthread_mutex_unlock(&store->lock);
-  int code = kvs_file_segment_make(store, at, &number, &fd);
-  pthread_mutex_lock(&store->lock);
+  uint32_t slots = store->geometry.slots, place = 0;
   if (!code) code = kvs_file_segment_append(store, at, number, fd, false, &place);
   if (!code)
     for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, place * slots + i);
@@ -165,9 +163,28 @@ static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
   kvs_file_wake_starved_locked(store);
 }
 
+void kvs_file_not_grown_locked(struct kvs_file_store *store, unsigned at, uint64_t again_ns) {
+  store->growing = false;
+  store->roots[at].grow_code = 0;
+  store->roots[at].grow_again_ns = again_ns;
+  kvs_file_wake_starved_locked(store);
+}
+
+/* Releases the lock while the segment is made, if this thread makes it. */
+static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
+  uint32_t number = store->roots[at].next_number;
+  int fd = -1;
+  store->growing = true;
+  if (kvs_file_bound_ask_locked(store)) return;
+  pthread_mutex_unlock(&store->lock);
+  int code = kvs_file_segment_make(store, at, &number, &fd);
+  pthread_mutex_lock(&store->lock);
+  kvs_file_grown_locked(store, at, code, number, fd);
+}
+
 static bool may_grow(const struct kvs_file_store *store, const struct kvs_file_root *root) {
   uint64_t files = (uint64_t)store->nown + store->stats.foreign;
-  return files < store->max_segments && (!root->grow_code || kvs_clock_ns() >= root->grow_again_ns);
+  return files < store->max_segments && kvs_clock_ns() >= root->grow_again_ns;
 }
 
 /* A free slot, of the directories in turn, so that consecutive blocks go to different disks. While another thread makes
@@ -212,8 +229,20 @@ static int refusal_of_all(const struct kvs_file_store *store) {
   return code;
 }
 
+/* Blocks of a segment that is being removed are lost anyway, and their slots are not used again. */
+static void evict_leaving_locked(struct kvs_file_store *store) {
+  struct kvs_file_entry *entry;
+  while ((entry = store->index.oldest) && store->segments[entry->slot / store->geometry.slots].leaving) {
+    kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+    kvs_file_fall_back_locked(store, entry);
+    kvs_file_index_settle(&store->index, entry);
+    store->stats.evicted++;
+  }
+}
+
 /* NULL: no block can make way. */
-static struct kvs_file_entry *find_victim_locked(const struct kvs_file_store *store) {
+static struct kvs_file_entry *find_victim_locked(struct kvs_file_store *store) {
+  evict_leaving_locked(store);
   struct kvs_file_entry *entry = store->index.oldest;
   for (int i = 0; entry && i < VICTIMS && refusal_of(kvs_file_root_of(store, entry->slot)); i++) entry = entry->newer;
   return entry;

@@ -9,9 +9,12 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "engine/metrics.h"
+#include "files/bound.h"
+#include "files/checks.h"
 #include "files/cufile.h"
 #include "files/current.h"
 #include "files/mover.h"
+#include "files/peers.h"
 #include "files/store.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32 };
@@ -31,6 +34,7 @@ static unsigned closers, closed;
 static void forked(void) {
   for (; stores; stores = stores->next_of_all) {
     kvs_file_unlock_directories(stores, false);
+    kvs_file_bound_forked(stores);
     if (stores->worker && stores->ops->forked) stores->ops->forked(stores->worker);
   }
   closers = 0;
@@ -108,17 +112,6 @@ static void end_faults(struct kvs_file_store *store) {
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-/* About sixteen segments fill the capacity, so at most a tenth is unused; segments are neither tiny nor huge. */
-static uint64_t segment_size(const struct kvs_file_settings *s) {
-  const uint64_t least = 16ull << 20, most = 1ull << 30;
-  uint64_t nbytes = s->capacity / 16;
-  if (s->segment_nbytes)
-    nbytes = s->segment_nbytes;
-  else
-    nbytes = nbytes < least ? least : nbytes > most ? most : nbytes;
-  return nbytes < s->capacity || s->readonly ? nbytes : s->capacity;
-}
-
 /* Requests in flight must keep the directories' locks. */
 static int open_uring(struct kvs_file_store *store, unsigned depth, struct kvs_error *err) {
   for (unsigned i = 0; !store->settings.readonly && i < store->nroots; i++) {
@@ -138,7 +131,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_UNSUPPORTED;
   store->queue.faults = &store->faults;
   store->queue.direct = store->direct;
-  store->queue.files_stay = !s->readonly && !s->shared; /* readers close removed segments */
+  store->queue.files_stay = !s->readonly && !store->bound && !s->shared; /* others close removed segments */
   store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
   if (s->engine == KVS_FILE_THREADS) {
     snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
@@ -190,6 +183,7 @@ static void free_store(struct kvs_file_store *store) {
   kvs_file_faults_destroy(&store->faults);
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
+  kvs_file_bound_free(store);
   free_roots(store);
   kvs_file_events_free(&store->events);
   free((char *)(uintptr_t)store->settings.directory);
@@ -199,19 +193,10 @@ static void free_store(struct kvs_file_store *store) {
   free(store);
 }
 
-/* New writers are looked for by this path: a later chdir() must change nothing. */
-static char *absolute_path(const char *path) {
-  char *here = path[0] == '/' ? NULL : getcwd(NULL, 0), *whole;
-  if (!here) return strdup(path);
-  if (asprintf(&whole, "%s/%s", here, path) < 0) whole = NULL;
-  free(here);
-  return whole;
-}
-
 static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, struct kvs_error *err) {
   struct kvs_file_store *store = calloc(1, sizeof *store);
   struct kvs_file_settings settings = *asked;
-  char *directory = absolute_path(asked->directory);
+  char *directory = kvs_file_absolute_path(asked->directory);
   settings.directory = directory;
   if (!store || !directory || !make_roots(store, &settings) || !kvs_file_index_init(&store->index) ||
       kvs_file_queue_init(&store->queue, &store->popped, err)) {
@@ -238,7 +223,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   pthread_mutex_init(&store->peers_lock, NULL);
   kvs_file_epochs_init(&store->epochs);
   if (settings.device) kvs_engine_ref(settings.device);
-  kvs_file_geometry_make(settings.layout, settings.block_nbytes, segment_size(&settings), &store->geometry);
+  kvs_file_geometry_make(settings.layout, settings.block_nbytes, kvs_file_segment_size(&settings), &store->geometry);
   return store;
 }
 
@@ -250,6 +235,19 @@ static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
+/* The bound first: it gives the capacity, and holds its lock until the own directory is chosen. */
+static int open_directories(struct kvs_file_store *store, const struct kvs_file_settings *settings,
+                            struct kvs_error *err) {
+  int status = kvs_file_bound_open(store, err);
+  if (status) return status;
+  if (store->bound)
+    kvs_file_geometry_make(settings->layout, settings->block_nbytes, kvs_file_segment_size(&store->settings),
+                           &store->geometry);
+  status = kvs_file_open_directories(store, err);
+  int bound = kvs_file_bound_opened(store, status == KVS_OK, status ? &(struct kvs_error){0} : err);
+  return status ? status : bound;
+}
+
 /* `refused`: why the store cannot be written; NULL: it can, as far as is known. *unwritable: it cannot. */
 static int open_store(const struct kvs_file_settings *settings, const struct kvs_error *refused,
                       struct kvs_file_store **opened, bool *unwritable, struct kvs_error *err) {
@@ -259,7 +257,7 @@ static int open_store(const struct kvs_file_settings *settings, const struct kvs
   if (refused) snprintf(store->readonly_note, sizeof store->readonly_note, "%.239s", refused->message);
   enter_list(store);
   inject_at_open(store);
-  int status = kvs_file_open_directories(store, err);
+  int status = open_directories(store, settings, err);
   if (!status && settings->shared) status = kvs_file_peers_find(store, err);
   if (!status) status = kvs_file_open_segments(store, err);
   if (!status) status = kvs_file_refuse_empty(store, err);
@@ -271,6 +269,7 @@ static int open_store(const struct kvs_file_settings *settings, const struct kvs
   if (!status) status = open_engine(store, err);
   if (!status) status = kvs_file_epochs_start(store, err);
   if (!status && settings->shared) status = kvs_file_peers_start(store, err);
+  if (!status) status = kvs_file_bound_start(store, err);
   *unwritable = status && (store->unwritable || kvs_file_refuses_writes(status, err->code));
   if (status) {
     if (store->worker) {
@@ -280,8 +279,10 @@ static int open_store(const struct kvs_file_settings *settings, const struct kvs
     if (store->mover) kvs_file_mover_close(store);
     kvs_file_epochs_stop(store);
     kvs_file_epochs_close(store);
+    kvs_file_peers_stop(store);
     kvs_file_peers_close(store);
     kvs_file_close_directories(store);
+    kvs_file_bound_close(store);
     free_store(store);
     return status;
   }
@@ -384,6 +385,7 @@ static void stop(struct kvs_file_store *store) {
   note_open(store, false);
   kvs_file_peers_stop(store);
   kvs_file_epochs_stop(store);
+  kvs_file_bound_stop(store);
   kvs_file_queue_close(&store->queue);
   store->ops->close(&store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
@@ -391,6 +393,7 @@ static void stop(struct kvs_file_store *store) {
   kvs_file_peers_close(store);
   kvs_file_epochs_close(store);
   kvs_file_close_directories(store);
+  kvs_file_bound_close(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;
   pthread_cond_broadcast(&store->ended);
@@ -574,6 +577,8 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
       .slot_nbytes = store->geometry.slot_nbytes,
       .segment_nbytes = store->geometry.segment_nbytes,
       .capacity = store->settings.capacity,
+      .bound = store->bound && store->bound->runs ? store->bound->path : "",
+      .bound_note = store->bound ? store->bound->note : "",
       .depth = store->settings.depth,
   };
   if (locked) pthread_mutex_unlock(&store->lock);

@@ -38,7 +38,10 @@ struct kvs_file_segment {
   int fd;          /* -1: removed and closed */
   uint32_t number; /* the number in the file name */
   unsigned root;   /* its directory */
-  bool removed;    /* readers: the file was unlinked, and its contents are no longer part of the store */
+  bool removed;    /* the file was unlinked, and its contents are no longer part of the store */
+  bool used;       /* guarded by store->lock: a block was loaded or touched since the file's time was set */
+  bool leaving;    /* an own segment that takes no further block and is then removed: files/retire.h */
+  uint32_t kept;   /* guarded by store->lock: blocks that the last sweep of a leaving segment could not evict */
   bool suspect;    /* the file was truncated: its blocks' data is verified by the scan */
 };
 
@@ -52,6 +55,7 @@ struct kvs_file_peer {
   bool adopt, rescan;              /* for the watcher: open its new segments; read all its headers */
   uint64_t tried;                  /* the notice for which segments were opened last, plus one */
   uint32_t last;                   /* the segment of its last notice */
+  int64_t names_ns;                /* for the watcher: when names in its directory changed last; 0: not known */
 };
 
 struct kvs_file_mover;
@@ -97,8 +101,11 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments;
-  uint32_t nremoved; /* segments with fd -1 */
-  uint32_t nown;     /* segments of own directories */
+  uint32_t nremoved;            /* segments with fd -1 */
+  uint32_t nown;                /* segments of own directories */
+  uint64_t came_back;           /* blocks that were put into leaving segments */
+  bool any_used;                /* some segment is `used` */
+  struct kvs_file_bound *bound; /* files/bound.h; NULL: the store bounds its own segments only */
   struct kvs_file_events events;
   struct kvs_file_epochs epochs;
   unsigned npeers;
@@ -153,20 +160,6 @@ int kvs_file_check_fork(const struct kvs_file_store *, struct kvs_error *);
 int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_leave_locked(struct kvs_file_store *);
 
-/* files/checks.c */
-void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room); /* in a shared one */
-/* Move a whole page: 0 or an errno. The store's own files are never opened with O_DIRECT. */
-int kvs_file_move_page(struct kvs_file_store *, int fd, bool write, uint64_t offset, void *page, bool dsync);
-/* Whether a call failed because the disk refuses to be written: what is on it may still be read. */
-bool kvs_file_refuses_writes(int status, int code);
-int kvs_file_check_settings(const struct kvs_file_settings *, struct kvs_error *);
-int kvs_file_refuse_empty(const struct kvs_file_store *, struct kvs_error *); /* at open, where it cannot be written */
-/* Refuse files that other users may write. `name`: in the directory; empty: the directory itself. */
-int kvs_file_refuse_writable_by_others(const struct kvs_file_root *, int fd, const char *name, struct kvs_error *);
-bool kvs_file_same_layout(const struct kvs_file_geometry *, const struct kvs_file_geometry *);
-int kvs_file_refuse_layout(const struct kvs_file_store *, const struct kvs_file_root *,
-                           const struct kvs_file_geometry *there, const char *name, struct kvs_error *);
-
 /* files/directory.c: the directories and the store's file in each. */
 int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct */
 int kvs_file_open_segments(struct kvs_file_store *, struct kvs_error *);
@@ -175,8 +168,15 @@ void kvs_file_close_directories(struct kvs_file_store *);
  * the descriptors. Safe in a child of fork(). */
 void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
 
+static inline void kvs_file_note_used_locked(struct kvs_file_store *store, uint32_t slot) {
+  store->segments[slot / store->geometry.slots].used = store->any_used = true;
+}
+
 /* files/slot.c: change where a key's block is, and tell the other processes. */
 void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
+/* End store->growing: with a segment, or the error of making it; or there is no room, and again_ns is when to ask. */
+void kvs_file_grown_locked(struct kvs_file_store *, unsigned root, int code, uint32_t number, int fd);
+void kvs_file_not_grown_locked(struct kvs_file_store *, unsigned root, uint64_t again_ns);
 
 /* files/directory.c: checkpoints. */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
@@ -191,14 +191,6 @@ int kvs_file_open_folder(struct kvs_file_root *, bool make, struct kvs_error *);
 /* Geometry of a directory, from the store's file, else from a segment; *found false: neither can be read. */
 int kvs_file_find_geometry(struct kvs_file_store *, unsigned root, struct kvs_file_geometry *, bool *found,
                            size_t *nsegments, struct kvs_error *);
-
-/* files/peers.c: the other writers of a shared directory. */
-int kvs_file_peers_find(struct kvs_file_store *, struct kvs_error *);  /* open those that are new */
-int kvs_file_peers_start(struct kvs_file_store *, struct kvs_error *); /* read their headers, start the watcher */
-void kvs_file_peers_stop(struct kvs_file_store *);
-void kvs_file_peers_close(struct kvs_file_store *);
-int kvs_file_peers_refresh(struct kvs_file_store *, struct kvs_error *);
-void kvs_file_catch_up_locked(struct kvs_file_store *); /* take in what they have told; no file access */
 
 /* files/scan.c: builds an index from the segments' headers; for a writer also the list of free slots. */
 int kvs_file_scan(struct kvs_file_store *, struct kvs_file_index *, struct kvs_error *);

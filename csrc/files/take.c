@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "files/current.h"
+#include "files/peers.h"
 
 struct taken {
   uint8_t *keys;

@@ -10,6 +10,7 @@
 #include "files/current.h"
 #include "files/keys.h"
 #include "files/mover.h"
+#include "files/peers.h"
 #include "files/store.h"
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a kind; the first transfer is always admitted */
@@ -258,6 +259,7 @@ int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *the
     size_t begin = i ? keys->ends[i - 1] : 0;
     struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
     if (entry) kvs_file_index_touch(&store->index, entry);
+    if (entry && entry->slot != KVS_NO_SLOT) kvs_file_note_used_locked(store, entry->slot);
   }
   pthread_mutex_unlock(&store->lock);
   kvs_file_keys_free(keys);

@@ -20,6 +20,7 @@ enum {
   GDS,
   SHARED,
   EVENTS,
+  BOUND,
   ARGUMENTS
 };
 
@@ -103,6 +104,7 @@ static void free_opening(struct store_opening *opening) {
   if (opening->settings.device != NULL) kvs_engine_unref(opening->settings.device);
   free((char *)(uintptr_t)opening->settings.directory);
   free((char *)(uintptr_t)opening->settings.layout);
+  free((char *)(uintptr_t)opening->settings.bound);
   for (size_t i = 0; i < KVS_FILE_DIRECTORIES; ++i) free(opening->more[i]);
   free(opening);
 }
@@ -114,7 +116,8 @@ static struct store_opening *new_opening(const struct kvs_file_settings *setting
   opening->settings.directory = strdup(settings->directory);
   opening->settings.layout = strdup(settings->layout);
   opening->settings.more = (const char *const *)opening->more;
-  bool copied = true;
+  opening->settings.bound = settings->bound == NULL ? NULL : strdup(settings->bound);
+  bool copied = settings->bound == NULL || opening->settings.bound != NULL;
   for (size_t i = 0; i < settings->nmore; ++i) copied &= (opening->more[i] = strdup(settings->more[i])) != NULL;
   if (settings->device != NULL) kvs_engine_ref(settings->device);
   if (copied && opening->settings.directory != NULL && opening->settings.layout != NULL) return opening;
@@ -150,7 +153,7 @@ static int open_store(struct kvs_py_state *state, const struct kvs_file_settings
       kvs_py_say("warning", "the file store is read-only until it is opened again, and stores and deletes fail: %s",
                  info.readonly_note) < 0)
     return -1;
-  return kvs_py_say_engine(state, settings, *store);
+  return kvs_py_say_store(state, settings, *store);
 }
 
 /* One path, or a list or tuple of paths. `paths` owns the texts; `more` has room for KVS_FILE_DIRECTORIES. */
@@ -175,25 +178,34 @@ static int read_directories(PyObject *object, PyObject **paths, const char **mor
   return 0;
 }
 
+/* A path or None. *keep owns the text. */
+static int read_bound(PyObject *object, PyObject **keep, struct kvs_file_settings *settings) {
+  if (!kvs_py_given(object)) return 0;
+  if (!PyUnicode_FSConverter(object, keep)) return -1;
+  settings->bound = PyBytes_AS_STRING(*keep);
+  return 0;
+}
+
 int kvs_py_file_open(struct kvs_py_state *state, PyObject *args, PyObject *kwargs, struct kvs_file_store **store) {
-  static char *names[] = {
-      "directory",      "layout",         "capacity", "device",   "durability", "engine", "depth",  "queue",
-      "segment_nbytes", "staging_nbytes", "buffered", "readonly", "gds",        "shared", "events", NULL};
+  static char *names[] = {"directory", "layout", "capacity",       "device",         "durability", "engine",
+                          "depth",     "queue",  "segment_nbytes", "staging_nbytes", "buffered",   "readonly",
+                          "gds",       "shared", "events",         "bound",          NULL};
   struct kvs_file_settings settings = {0};
-  PyObject *v[ARGUMENTS] = {NULL}, *paths = NULL, *text = NULL;
+  PyObject *v[ARGUMENTS] = {NULL}, *paths = NULL, *text = NULL, *bound = NULL;
   const char *more[KVS_FILE_DIRECTORIES];
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
                                    &v[CAPACITY], &v[DEVICE], &v[DURABILITY], &v[ENGINE], &v[DEPTH], &v[QUEUE],
                                    &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY], &v[GDS],
-                                   &v[SHARED], &v[EVENTS]))
+                                   &v[SHARED], &v[EVENTS], &v[BOUND]))
     return -1;
   int rc = -1;
-  if (read_directories(v[DIRECTORY], &paths, more, &settings) == 0 &&
+  if (read_directories(v[DIRECTORY], &paths, more, &settings) == 0 && read_bound(v[BOUND], &bound, &settings) == 0 &&
       read_layout(state, v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
       (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
     rc = open_store(state, &settings, store);
   if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store holds its own reference */
   Py_XDECREF(text);
   Py_XDECREF(paths);
+  Py_XDECREF(bound);
   return rc;
 }

@@ -230,6 +230,9 @@ static PyObject *store_stats(PyObject *self, PyObject *unused) {
       {"gds_read_nbytes", stats.gds_read_nbytes},
       {"gds_written_nbytes", stats.gds_written_nbytes},
       {"gds_by_host", stats.gds_by_host},
+      {"directory_nbytes", stats.directory_nbytes},
+      {"reclaimed_segments", stats.reclaimed_segments},
+      {"retired_segments", stats.retired_segments},
   };
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
@@ -244,13 +247,14 @@ static PyObject *store_info(PyObject *self, void *unused) {
   (void)unused;
   struct kvs_file_info info;
   kvs_file_get_info(kvs_py_file_core(self), &info);
-  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:s, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine,
-                       "engine_note", info.engine_note, "direct", info.direct ? Py_True : Py_False, "direct_note",
-                       info.direct_note, "gds", info.gds, "gds_note", info.gds_note, "checksum", info.checksum,
-                       "readonly", info.readonly ? Py_True : Py_False, "readonly_note", info.readonly_note,
-                       "block_nbytes", (unsigned long long)info.block_nbytes, "slot_nbytes",
+  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:s, s:K, s:K, s:K, s:K, s:I, s:s, s:s}", "engine",
+                       info.engine, "engine_note", info.engine_note, "direct", info.direct ? Py_True : Py_False,
+                       "direct_note", info.direct_note, "gds", info.gds, "gds_note", info.gds_note, "checksum",
+                       info.checksum, "readonly", info.readonly ? Py_True : Py_False, "readonly_note",
+                       info.readonly_note, "block_nbytes", (unsigned long long)info.block_nbytes, "slot_nbytes",
                        (unsigned long long)info.slot_nbytes, "segment_nbytes", (unsigned long long)info.segment_nbytes,
-                       "capacity", (unsigned long long)info.capacity, "depth", info.depth);
+                       "capacity", (unsigned long long)info.capacity, "depth", info.depth, "bound", info.bound,
+                       "bound_note", info.bound_note);
 }
 
 static PyObject *store_block_nbytes(PyObject *self, void *unused) {
@@ -353,6 +357,43 @@ static PyObject *peek(PyObject *module, PyObject *directory) {
   return found;
 }
 
+struct limiting {
+  char *directory;
+  uint64_t limit;
+  uint64_t found[3];
+};
+
+static int do_limit(void *arg, struct kvs_error *err) {
+  struct limiting *limiting = arg;
+  return kvs_file_limit(limiting->directory, limiting->limit, limiting->found, err);
+}
+
+static void discard_limiting(void *arg) {
+  struct limiting *limiting = arg;
+  free(limiting->directory);
+  free(limiting);
+}
+
+static PyObject *limit(PyObject *module, PyObject *args) {
+  PyObject *path = NULL;
+  unsigned long long nbytes = 0;
+  if (!PyArg_ParseTuple(args, "O&K:_file_limit", PyUnicode_FSConverter, &path, &nbytes)) return NULL;
+  struct limiting *limiting = calloc(1, sizeof *limiting);
+  if (limiting != NULL) limiting->directory = strdup(PyBytes_AS_STRING(path));
+  Py_DECREF(path);
+  if (limiting == NULL || limiting->directory == NULL) {
+    free(limiting);
+    return PyErr_NoMemory();
+  }
+  limiting->limit = nbytes;
+  if (kvs_py_apart(PyModule_GetState(module), do_limit, discard_limiting, limiting) < 0) return NULL;
+  const uint64_t *got = limiting->found;
+  PyObject *found =
+      Py_BuildValue("(KKK)", (unsigned long long)got[0], (unsigned long long)got[1], (unsigned long long)got[2]);
+  discard_limiting(limiting);
+  return found;
+}
+
 static PyObject *gds(PyObject *module, PyObject *compat) {
   char note[200];
   bool usable;
@@ -377,6 +418,11 @@ PyDoc_STRVAR(gds_doc,
 PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
                             "For tests: close libcufile's driver, so that the next store looks for the library again. "
                             "False: a store still uses it.");
+PyDoc_STRVAR(
+    limit_doc,
+    "_file_limit($module, directory, nbytes, /)\n--\n\n"
+    "(limit, bytes of all segments below, running writers) of a directory that bounds stores; nbytes: the new\n"
+    "limit, 0: unchanged. Error: it has none.");
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
@@ -388,6 +434,7 @@ PyMethodDef kvs_py_file_methods[] = {
     {"_file_gds", gds, METH_O, gds_doc},
     {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
+    {"_file_limit", limit, METH_VARARGS, limit_doc},
     TEST_ROW("_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc),
     {NULL, NULL, 0, NULL},
 };
@@ -407,7 +454,7 @@ PyDoc_STRVAR(
     store_doc,
     "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
     "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto', "
-    "shared=False, events=None)\n--\n\n"
+    "shared=False, events=None, bound=None)\n--\n\n"
     "Blocks by key in the files of a directory, which is created if missing (mode 0700).\n\n"
     "directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with\n"
     "  all its directories or not at all; their order does not count.\n"
@@ -426,10 +473,14 @@ PyDoc_STRVAR(
     "cannot\n"
     "  be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.\n"
     "readonly: read a store that another process writes; refresh() finds its new blocks. One process writes.\n"
-    "shared: several processes of a machine store in this directory, each with its own capacity, and each finds the\n"
+    "shared: several processes of a machine store in this directory, and each finds the\n"
     "  blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()\n"
     "  deletes own blocks only.\n"
     "events: how many events are kept for take_events(); None: none.\n"
+    "bound: a directory around this one, at most three folders up: capacity is then the limit of all files below it, "
+    "of\n"
+    "  every process, model and layout. The first store sets it; later ones go by that, with a warning. None: this\n"
+    "  directory where it is shared, otherwise none.\n"
     "\n"
     "Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.\n"
     "Error: the directory cannot be used. Any thread may use it.");

@@ -6,8 +6,8 @@
 
 #include "../kvswap_file.h"
 
-int kvs_py_say_engine(struct kvs_py_state *state, const struct kvs_file_settings *settings,
-                      struct kvs_file_store *store);      /* open.c */
+int kvs_py_say_store(struct kvs_py_state *state, const struct kvs_file_settings *settings,
+                     struct kvs_file_store *store);       /* open.c */
 struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: not open */
 PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state,
                                    struct kvs_file_transfer *transfer); /* steals the reference */

@@ -64,7 +64,8 @@ class FileConnector:
     """Objects of LMCache by key in the files of a directory.
 
     directory: created if missing. A list: several disks, over which the objects are spread.
-    capacity: limit of the bytes of the files, of each size of objects; beyond it the least recently used are evicted.
+    capacity: limit of the bytes of all files in the directory, of all servers and sizes of objects; the first server
+      sets it. Beyond it the least recently used objects are evicted. Of a list: of the files of each size.
     revision, weight_version, name: tell apart caches in which the same key may mean other bytes of the same number.
       LMCache's keys name model, rank and group, but neither the revision of the weights nor the KV format. Without any
       of these the objects are this process's own, unless unversioned is true.
@@ -211,10 +212,11 @@ class FileConnector:
             until, why = self._failed.get(nbytes, (0.0, ""))
             if time.monotonic() < until:
                 raise _C.Error(why)
-            places = [str(Path(each, str(nbytes))) for each in self._directories]
+            places, bound = [str(Path(each, str(nbytes))) for each in self._directories], self._directories[0]
             layout = self._identity.layout(nbytes)
             try:
-                store = self._stores[nbytes] = SharedFiles(places, layout, self._capacity, True, dict(self._options))
+                store = SharedFiles(places, layout, self._capacity, True, dict(self._options), bound)
+                self._stores[nbytes] = store
             except Exception as error:
                 self._failed[nbytes] = time.monotonic() + _AGAIN_SECONDS, str(error)
                 raise

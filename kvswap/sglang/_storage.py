@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvswap import _options
 from kvswap._log import logger
-from kvswap._shared_files import SharedFiles, shares
+from kvswap._shared_files import SharedFiles, is_one, shares
 from kvswap.identity import Identity, Said
 from kvswap.sglang._identity import identity_of, ranks_of
 from kvswap.sglang._pages import Pages, PageStore
@@ -42,8 +42,9 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
       disks, over which the pages are spread.
     revision, weight_version, name, unversioned: what the pages are of, where SGLang cannot tell it or the weights are
       replaced in place.
-    capacity: limit of the bytes of a rank's files; beyond it the least recently used pages are evicted. The pools of a
-      hybrid model share it as they share the host memory.
+    capacity: limit of the bytes of all files in the directory, of all ranks, engines and models, running or not; the
+      first process sets it. Beyond it the least recently used pages are evicted. Of a list: of a rank's files; the
+      pools of a hybrid model then share it as they share the host memory.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
     shared: all engines and ranks of the machine that name the directory store in it, and find each other's pages.
       False, for network file systems, and a list of directories: the first process writes, the others read.
@@ -106,7 +107,9 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
         """The store of a pool's pages; total: disk_nbytes of all pools."""
         options = dict(self._options)
-        directory, capacity = options.pop("directory"), options.pop("capacity") * pages.disk_nbytes // total
+        directory, capacity = options.pop("directory"), options.pop("capacity")
+        if not is_one(directory):
+            capacity = capacity * pages.disk_nbytes // total
         return SharedFiles(directory, pages.layout, capacity, self._may_write(name), options)
 
     def _engines_share(self) -> bool:

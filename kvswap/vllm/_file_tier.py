@@ -219,7 +219,8 @@ class FileTier(StoreTier):
       disks, has one writer; another engine opens it for reading only.
     revision, weight_version, name, unversioned: what the blocks are of, where vLLM cannot tell it or the weights are
       replaced in place.
-    capacity: limit of the bytes that this engine stores; beyond it the least recently used blocks are evicted.
+    capacity: limit of the bytes of all files in the directory, of every engine and model, running or not; the first
+      engine sets it. Beyond it the least recently used blocks are evicted. Of a list: of this engine's files.
     durability, engine, depth, queue: as for kvswap.files.FileStore.
     enable_kv_events: tell vLLM which blocks come and go, where its KV cache events are on.
     """
@@ -319,7 +320,8 @@ def _wants_events(offloading_spec: Any, tier_type: str) -> bool:
 def _open(folders: list[Path], layout: Layout, capacity: int, options: dict[str, Any]) -> tuple[FileStore, bool]:
     """The store, and whether it is read-only."""
     if len(folders) == 1:
-        return FileStore(folders[0], layout, capacity=capacity, shared=True, **options), False
+        bound = folders[0].parent
+        return FileStore(folders[0], layout, capacity=capacity, shared=True, bound=bound, **options), False
     try:
         return FileStore(folders, layout, capacity=capacity, **options), False
     except _C.Error as error:
