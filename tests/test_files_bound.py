@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import struct
@@ -22,7 +23,7 @@ from conftest import PATIENCE, random_bytes, until
 from processes import Process
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import _C, cli, testing
 from kvswap.files import FileStore, Layout
 
 NBYTES, PER_SEGMENT = 5000, 8
@@ -344,6 +345,25 @@ def test_a_store_of_one_writer_may_have_a_bound(tmp_path: Path) -> None:
     with open_store(tmp_path, "a", 6, shared=False) as one:  # its directory is there, without segments
         assert one.stats()["blocks"] == 0
         fill(one, "a", 1)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store(tmp_path, "a", 8) as store:
+        fill(store, "a", 2)
+        assert cli.main(["files", "limit", str(tmp_path)]) == 0
+        assert "1 running writers" in capsys.readouterr().out
+        assert cli.main(["files", "limit", str(tmp_path), "1GiB"]) == 0
+        assert "limit 1 GiB" in capsys.readouterr().out
+        until(lambda: store.info["capacity"] == 1 << 30)
+    assert cli.main(["files", "limit", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["limit_nbytes"], found["file_nbytes"], found["running"]) == (1 << 30, 2 * SEGMENT, 0)
+    assert cli.main(["files", "stat", str(tmp_path)]) == 0
+    assert "limit 1 GiB" in capsys.readouterr().out
+    assert cli.main(["files", "limit", str(tmp_path), "0"]) == 2
+    (tmp_path / "none").mkdir()
+    assert cli.main(["files", "limit", str(tmp_path / "none")]) != 0
+    assert "bound.kvs" in capsys.readouterr().err
 
 
 # -- what else may be there --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`kvswap files check|stat|gc|clear DIR`: inspects and cleans the directory of a file tier.
+"""`kvswap files check|stat|gc|clear|limit DIR`: inspects and cleans the directory of a file tier.
 
 A directory is a store, or has stores in it, at most _DEPTH levels down. A replay of a model with several groups of
 layers makes one a group. An engine's directory has a folder for each layout of blocks, and where writers share it, a
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvswap._regular import open_regular
 from kvswap.replay.errors import UsageError
-from kvswap.replay.units import format_size
+from kvswap.replay.units import format_size, parse_size
 
 from .output import Output, document, for_person
 from .parser import EXIT_DEVICE, EXIT_OK, EXIT_WRONG_BYTES, Commands, Parser, add_json, complain
@@ -59,6 +59,12 @@ def add(commands: Commands[Parser]) -> None:
     one.add_argument("--identity", metavar="NAME", help="of one store only: the name of its folder")
     add_json(one)
     one.set_defaults(run=_run_clear)
+    what = "show or change the limit of the directory that engines were given"
+    one = own.add_parser("limit", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    one.add_argument("directory", metavar="DIR", type=Path, help="the directory")
+    one.add_argument("limit", metavar="BYTES", nargs="?", type=parse_size, help="of all files below: 500GiB, say")
+    add_json(one)
+    one.set_defaults(run=_run_limit)
 
 
 _Action: TypeAlias = Callable[[Path, Output], Found]
@@ -70,6 +76,10 @@ def _run(args: argparse.Namespace) -> int:
     show, found = for_person(args), []
     with document(args, f"files {args.what}") as out:
         directories = stores(args.directory)
+        bound = {}
+        if args.what == "stat" and (args.directory / "bound.kvs").exists():
+            bound = {"bound": _bound(args.directory)}
+            show(f"{args.directory}: {_in_words(bound['bound'])}")
         if args.what == "gc" and directories != [args.directory]:
             if args.directory not in directories:
                 names = ", ".join(map(str, directories))
@@ -79,10 +89,35 @@ def _run(args: argparse.Namespace) -> int:
             if directories != [args.directory]:
                 show.header(str(directory))
             found.append({"directory": str(directory), **_one(actions[args.what], directory, show, directories)})
-        out.write({"stores": found})
+        out.write({**bound, "stores": found})
     if any(store.get("damaged") for store in found):
         return EXIT_WRONG_BYTES
     return EXIT_DEVICE if any("error" in store for store in found) else EXIT_OK
+
+
+def _run_limit(args: argparse.Namespace) -> int:
+    """Engines that run go by a new limit within a second."""
+    if args.limit is not None and not 0 < args.limit <= _KEEP_ALL:
+        raise UsageError(f"BYTES is {args.limit}: must be 1 to 2**62")
+    show = for_person(args)
+    with document(args, "files limit") as out:
+        bound = _bound(args.directory, args.limit or 0)
+        show(_in_words(bound))
+        out.write(bound)
+    return EXIT_OK
+
+
+def _bound(directory: Path, limit: int = 0) -> Found:
+    """The limit of a directory, 0: unchanged; what its stores take, and how many processes write there."""
+    from kvswap import _C
+
+    limit, nbytes, running = _C._file_limit(directory, limit)
+    return {"directory": str(directory), "limit_nbytes": limit, "file_nbytes": nbytes, "running": running}
+
+
+def _in_words(bound: Found) -> str:
+    limit, nbytes = format_size(bound["limit_nbytes"]), format_size(bound["file_nbytes"])
+    return f"limit {limit}; {nbytes} in files, {bound['running']} running writers"
 
 
 def _run_clear(args: argparse.Namespace) -> int:
