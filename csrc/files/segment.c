@@ -262,7 +262,9 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
     struct kvs_file_segment *segment = &store->segments[i];
     if (!segment->removed || segment->fd < 0) continue;
     pthread_mutex_lock(&store->lock);
-    int fd = kvs_file_in_use_locked(store, segment) ? -1 : segment->fd;
+    const bool stays =
+        segment->leaving || kvs_file_in_use_locked(store, segment); /* leaving: files/retire.c closes it */
+    int fd = stays ? -1 : segment->fd;
     store->nremoved += fd >= 0;
     if (fd >= 0) segment->fd = -1;
     pthread_mutex_unlock(&store->lock);
