@@ -25,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
 import setup_compiler
 import setup_cuda
+import setup_digest
 import setup_readme
 import setup_uring
 import setup_version
@@ -103,6 +104,7 @@ version = re.search(r'^version = "(.+?)"', Path("pyproject.toml").read_text(), r
 license_field = "license_expression" if int(setuptools.__version__.split(".")[0]) >= 77 else "license"
 
 setup_version.write_header()
+setup_digest.write_header()
 setup(
     **{license_field: "Apache-2.0"},
     license_files=["LICENSE", "packaging/licenses/*.txt"],

@@ -73,7 +73,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="0/1", help="K/N: one in N of the tests, the K-th of 0 to N - 1")
 
 
+def refuse_stale() -> None:
+    """Tests of a checkout need its own code: an older build, or an installed copy, passes or fails for another state.
+    KVSWAP_TEST_INSTALLED=1: test what is installed, a wheel say."""
+    if os.environ.get("KVSWAP_TEST_INSTALLED", "0") != "0":
+        return
+    sys.path.insert(0, str(ROOT))
+    import setup_digest
+
+    sys.path.remove(str(ROOT))
+    if wrong := setup_digest.stale(kvswap):
+        raise pytest.UsageError(setup_digest.message(kvswap, wrong))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    refuse_stale()
     take_ctrl_c()
     config.stash[STDERR] = os.dup(2)  # the real one, while none is captured
     Gate.serial = bool(config.getoption("--serial"))

@@ -8,11 +8,12 @@ import ctypes.util
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_python
@@ -213,3 +214,32 @@ def test_the_package_itself_needs_no_test_bindings() -> None:
         called = re.findall(r"_C\._seam\([^\"]*\"(\w+)\"", text)
         found += [f"{path.name}: {name}" for name in called if name not in members]
     assert found == []
+
+
+# -- the state of a build ----------------------------------------------------------------------------------------------
+
+
+def test_a_stale_build_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the C sources by the stamp, of an installed copy by its files; what a build made does not count."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    import setup_digest as digest
+
+    for name in ("csrc/a.c", "csrc/py/sources.h", "kvswap/__init__.py", "kvswap/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    stamp = digest.of_sources(tmp_path)
+    (tmp_path / "csrc/py/sources.h").write_text("made anew")
+    assert digest.of_sources(tmp_path) == stamp
+    editable = SimpleNamespace(__file__=str(tmp_path / "kvswap/__init__.py"), _C=SimpleNamespace(_sources=stamp))
+    assert digest.stale(editable, tmp_path) == []
+    copy = tmp_path / "site/kvswap"
+    shutil.copytree(tmp_path / "kvswap", copy)
+    installed = SimpleNamespace(__file__=str(copy / "__init__.py"), _C=SimpleNamespace(_sources=stamp))
+    assert digest.stale(installed, tmp_path) == []
+    (tmp_path / "kvswap/b.py").write_text("newer")
+    (tmp_path / "kvswap/c.py").write_text("new")
+    assert digest.stale(editable, tmp_path) == []
+    assert digest.stale(installed, tmp_path) == ["kvswap/b.py", "kvswap/c.py"]
+    (tmp_path / "csrc/a.c").write_text("newer")
+    assert digest.stale(editable, tmp_path) == ["csrc/"]
+    assert "setup.py -q build_ext --inplace" not in digest.message(installed, ["csrc/"])

@@ -1,6 +1,6 @@
 """The site of the docs: the reference has every public name, and the site is built without a warning from these pages.
 
-The first tests need nothing. The site itself is built where Sphinx is: `pip install '.[docs]'`, as .ci/run does.
+The first tests need nothing. The site itself is built where Sphinx is: `pip install -e '.[docs]'`, as .ci/run does.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for need in ("sphinx", "myst_parser", "furo"):
         if importlib.util.find_spec(need) is None:
-            pytest.skip(f"needs {need}: pip install '.[docs]', as .ci/run does")
+            pytest.skip(f"needs {need}: pip install -e '.[docs]', as .ci/run does")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [

@@ -20,13 +20,13 @@ from kvswap import _C, testing
 from kvswap.typing import ForcedPath
 
 CSRC = ROOT / "csrc"
-WRITTEN = CSRC / "kvswap_version.h"  # by a build, from pyproject.toml
-SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh") and path != WRITTEN)
+WRITTEN = [CSRC / "kvswap_version.h", CSRC / "py/sources.h"]  # by a build
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh") and path not in WRITTEN)
 CAPI = CSRC / "kvswap_capi.h"  # the surface for extensions of Python
 BINDINGS = [path for path in SOURCES if path.parent.name == "py" or path == CAPI]
 KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
 CORE = [path for path in SOURCES if path not in BINDINGS + KERNELS]
-SURFACE = {path.name for path in CSRC.glob("kvswap*.h")} - {WRITTEN.name, CAPI.name}
+SURFACE = {path.name for path in CSRC.glob("kvswap*.h")} - {WRITTEN[0].name, CAPI.name}
 PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 
 DEVICES = ("device", "host", "cuda")  # folders below the seam

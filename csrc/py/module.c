@@ -4,6 +4,8 @@
 
 #include <stddef.h>
 
+#include "sources.h"
+
 struct row {
   size_t offset; /* in struct kvs_py_state */
   PyObject *(*make)(PyObject *module, struct kvs_py_state *state, const void *what);
@@ -118,6 +120,7 @@ static int module_exec(PyObject *module) {
   for (size_t i = 0; i < sizeof methods / sizeof *methods; ++i)
     if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
   if (kvs_py_capi_add(module) < 0) return -1;
+  if (PyModule_AddStringConstant(module, "_sources", KVSWAP_SOURCES) < 0) return -1;
   return PyModule_AddStringConstant(module, "__version__", kvs_version());
 }
 
