@@ -185,7 +185,7 @@ class FileConnector:
         with self._opening:
             known, now = self._stores.keys() | self._failed.keys(), time.monotonic()
             known -= {nbytes for nbytes, (until, _) in self._failed.items() if until <= now}
-            names = [name for name in names if name not in self._foreign]
+            names = [name for name in names if name not in self._foreign and name != "bound.kvs"]
         sizes = {name: int(name) for name in names if _SIZE.fullmatch(name) and int(name) <= _MOST_NBYTES}
         self._report([name for name in names if name not in sizes or not Path(self._directories[0], name).is_dir()])
         return [nbytes for nbytes in sizes.values() if nbytes not in known]
