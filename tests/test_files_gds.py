@@ -18,6 +18,7 @@ import file_reader
 import numpy as np
 import pytest
 import test_files_device as plain
+import test_files_starve as starve
 from conftest import PATIENCE, Buffer, random_bytes, run_python, seam, until
 from test_files_device import BLOCKS, Rig, keys_of
 from test_transfer_manager import FP4, HALF
@@ -721,3 +722,19 @@ def test_info_says_so_in_one_line(fake: Fake, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("KVSWAP_CUFILE", str(tmp_path / "none.so"))
     assert "GPUDirect Storage off: KVSWAP_CUFILE" in line()
     assert fake.opens == 0  # it only looks
+
+
+@pytest.mark.parametrize("what", ["store", "replace", "delete"])
+def test_stores_and_deletes_beside_loads_that_never_pause(
+    fake: Fake, host: kvswap.Device, tmp_path: Path, what: str
+) -> None:
+    """libcufile's threads have a queue of their own."""
+    fake.claim_real()
+    rig = starve.PoolRig(host, tmp_path, gds="auto")
+    assert rig.store.info["gds"] == "on"
+    rig.put(b"old").wait(PATIENCE)
+    with rig.slow():
+        loads = rig.loads(250)
+        transfer = starve.write_of(rig, what)
+        assert rig.ended_before(transfer, loads) <= 80
+    rig.store.close()

@@ -265,7 +265,7 @@ def test_a_claimed_block_is_given_back_with_the_store(tmp_path: Path) -> None:
     """A cancelled store evicts nothing, and loads that waited for the key get the block."""
     rig = full_rig(tmp_path)
     with rig.slow(seconds=0.005):
-        loads = rig.loads(200)
+        loads = rig.loads(300)
         transfer = write_of(rig, "store")
         while transfer.elapsed == 0 and time.monotonic() < rig.begun[transfer] + 0.7:
             time.sleep(0.01)  # it is due by now, and has found no slot

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import sglang_stand_in as stand_in
-from conftest import PATIENCE, run_python, until
+from conftest import AT_ONCE, PATIENCE, run_python, until
 from processes import Process
 from sglang_stand_in import HostPool, MarkPool, PoolHitPolicy, PoolName, PoolTransfer, config
 
@@ -632,4 +632,32 @@ def test_what_the_store_refuses_ends_no_thread_of_sglang(
             assert made.batch_get_v1(keys_of(1), pool.tokens_of([1])) == [name != "load"]
             assert made.batch_set_v1(keys_of(1), pool.tokens_of([1])) == [name != "store"]
     assert "no memory left" in caplog.text
+    made.close()
+
+
+def test_backups_and_look_ups_beside_prefetches_that_never_pause(tmp_path: Path) -> None:
+    """SGLang's backup thread waits for its store, while other threads load without pause."""
+    pool = HostPool([1 << 20], pages=16)
+    made = storage(tmp_path, pool, extra={"engine": "threads", "depth": 1, "capacity": 256 << 20})
+    assert all(save(made, pool, list(range(8)), list(range(8))))
+    stop = threading.Event()
+
+    def prefetch(first: int) -> None:
+        while not stop.is_set():
+            load(made, pool, [*range(8)][first::2], [*range(8)][first::2])
+
+    threads = [threading.Thread(target=prefetch, args=(i % 2,)) for i in range(4)]
+    with testing.file_fault(store_of(made), "read", "delay", every=1, delay=0.002):
+        for thread in threads:
+            thread.start()
+        try:
+            begin = time.monotonic()
+            assert save(made, pool, [100, 101], [9, 10]) == [True, True]
+            assert made.batch_exists(keys_of(100, 101, 7)) == 3
+            store_of(made).delete([keys_of(100)[0].encode()]).wait(AT_ONCE)
+            assert time.monotonic() - begin < AT_ONCE
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(PATIENCE)
     made.close()

@@ -379,3 +379,24 @@ class _Refusing:
 
     def __getattr__(self, name: str) -> Any:
         return self._refuse if name == self._name else getattr(self._store, name)
+
+
+def test_a_store_beside_loads_that_never_pause(tmp_path: Path) -> None:
+    """And a look-up answers meanwhile; no store is dropped because loads fill the queue."""
+    rig = Rig(tmp_path, engine="threads", depth=1, queue=8)
+    numbers = list(range(CHUNKS))
+    first = rig.job(numbers, numbers, load=False)
+    assert rig.finished()[first].success
+    with testing.file_fault(rig.tier._store, "read", "delay", every=1, delay=0.002):
+        loads: set[int] = set()
+        store, results, end = 0, {}, time.monotonic() + PATIENCE
+        while store not in results and time.monotonic() < end:
+            while len(loads) < 8:
+                loads.add(rig.job(numbers, numbers, load=True))
+            store = store or rig.job([99], [0], load=False)
+            results = {result.job_id: result for result in rig.tier.get_finished_jobs()}
+            loads -= results.keys()
+            time.sleep(0.001)
+        assert results[store].success and rig.has(99)
+        rig.tier.drain_jobs()
+    rig.tier.shutdown()
