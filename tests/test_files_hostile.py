@@ -290,7 +290,7 @@ def test_a_cut_segment_that_says_it_is_huge(rig: Rig) -> None:
     forge_geometry(rig.files()[0], 65536, rig.slot, 0)
     begun = time.monotonic()
     with (
-        testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=PATIENCE),  # none is made
+        testing.file_fault(None, "allocate", "delay", nth=2, every=1, delay=PATIENCE),  # the first is of store.kvs
         pytest.raises(ValueError, match=r"a segment of 65536 blocks takes \d+: give it more"),
     ):
         rig.open()
