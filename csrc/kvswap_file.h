@@ -207,6 +207,7 @@ struct kvs_file_info {
   const char *bound, *bound_note; /* the directory that bounds the store; what is not as asked for; empty: nothing */
   uint64_t reserved[5];
 };
+KVS_API bool kvs_file_take_note(struct kvs_file_store *, char note[300]); /* once: what happened beside the calls */
 KVS_API void kvs_file_get_info(struct kvs_file_store *, struct kvs_file_info *);
 /* Of a directory that bounds stores: its limit, bytes and running writers. limit: a new one; 0: unchanged. */
 KVS_API int kvs_file_limit(const char *directory, uint64_t limit, uint64_t found[3], struct kvs_error *err);

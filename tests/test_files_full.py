@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,38 @@ def test_a_write_that_fails_at_open(tmp_path: Path, code: int, nth: int) -> None
     if nth < 3:
         refuses(store, code)
     store.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("how", ["removed", "replaced", "renamed"])
+def test_a_directory_that_is_removed_or_replaced(
+    tmp_path: Path, shared: bool, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loads go on; stores fail, said once; where it comes back they go on."""
+    data, keys = blocks_of(7, 12, NBYTES), keys_of(12)
+    folder = tmp_path / "kv"
+    with open_store(folder, shared=shared) as store:
+        put(store, keys, data)
+        if how == "removed":
+            shutil.rmtree(folder)
+        else:
+            folder.rename(tmp_path / "elsewhere")
+        if how == "replaced":
+            shutil.copytree(tmp_path / "elsewhere", folder)
+        until(lambda: (store.stats(), warnings_of(caplog))[1])
+        for i in range(20):
+            refuses(store, (errno.ENOENT, errno.ESTALE), b"new-%d" % i)
+            check(store, keys, data)
+        time.sleep(1.2)
+        store.contains(keys)
+        assert len(warnings_of(caplog)) == 1 and "was removed or replaced" in warnings_of(caplog)[0]
+        assert store.stats()["evicted"] == 0 and store.stats()["blocks"] == 12
+        if how != "removed":
+            shutil.rmtree(folder, ignore_errors=True)
+            (tmp_path / "elsewhere").rename(folder)
+            time.sleep(1.2)
+            put(store, [b"back"], data[:1])
+            check(store, [b"back"], data[:1])
 
 
 @pytest.mark.parametrize("what", ["emptied", "cut", "removed", "replaced"])

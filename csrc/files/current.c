@@ -3,8 +3,9 @@
  * another epoch is no block. Other writers' headers are read again, for what they stored since.
  *
  * Calls take the store's lock by kvs_file_lock_current(). It reads the marks of the mapped files, which is all it does
- * while nothing changes. A thread looks by name besides, for file systems on which a mapped file does not change, as
- * those of networks, and so that the slots of a store that is not used become free too. */
+ * while nothing changes. A thread looks by name besides (and whether the directories are still there), for file systems
+ * on which a mapped file does not change, as those of networks, and so that the slots of a store that is not used
+ * become free too. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -134,7 +135,10 @@ static bool sleep_until_next(struct kvs_file_store *store) {
 
 static void *watch(void *arg) {
   struct kvs_file_store *store = arg;
-  while (sleep_until_next(store)) look(store);
+  while (sleep_until_next(store)) {
+    look(store);
+    kvs_file_look_at_directories(store);
+  }
   return NULL;
 }
 

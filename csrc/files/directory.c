@@ -212,6 +212,39 @@ static int sync_names(struct kvs_file_store *store, struct kvs_error *err) {
   return KVS_OK;
 }
 
+/* 0, or an errno if the name is gone or another directory's. */
+static int has_name(const struct kvs_file_root *root) {
+  struct stat own, named;
+  if (fstat(root->folder, &own)) return 0;
+  if (stat(root->path, &named)) return errno == ENOENT || errno == ENOTDIR ? errno : 0;
+  return own.st_dev == named.st_dev && own.st_ino == named.st_ino ? 0 : ESTALE;
+}
+
+void kvs_file_look_at_directories(struct kvs_file_store *store) {
+  for (unsigned i = 0; !store->settings.readonly && i < store->nroots; i++) {
+    struct kvs_file_root *root = &store->roots[i];
+    const int code = has_name(root);
+    pthread_mutex_lock(&store->lock);
+    const bool news = code && !root->gone_code;
+    root->gone_code = code;
+    if (news)
+      snprintf(store->note, sizeof store->note,
+               "%.160s was removed or replaced: loads of open files go on, stores fail until it is there again",
+               root->path);
+    if (news) atomic_store(&store->noted, true);
+    pthread_mutex_unlock(&store->lock);
+  }
+}
+
+bool kvs_file_take_note(struct kvs_file_store *store, char note[300]) {
+  if (!atomic_load_explicit(&store->noted, memory_order_relaxed)) return false;
+  pthread_mutex_lock(&store->lock);
+  const bool there = atomic_exchange(&store->noted, false);
+  memcpy(note, store->note, sizeof store->note);
+  pthread_mutex_unlock(&store->lock);
+  return there;
+}
+
 /* Ordered for fork() at any step: the child must not keep the locked descriptor, nor close a descriptor number that was
  * reused. */
 void kvs_file_unlock_directories(struct kvs_file_store *store, bool everywhere) {
@@ -475,8 +508,9 @@ int kvs_file_open_segments(struct kvs_file_store *store, struct kvs_error *err) 
 }
 
 void kvs_file_close_directories(struct kvs_file_store *store) {
+  int fd; /* no other thread is left */
   for (uint32_t i = 0; i < store->nsegments; i++)
-    if (store->segments[i].fd >= 0) close(store->segments[i].fd);
+    if ((fd = kvs_file_descriptor_take_locked(store, i)) >= 0) close(fd);
   free(store->segments);
   kvs_file_unlock_directories(store, true);
 }

@@ -27,6 +27,8 @@
 
 #include <stdatomic.h>
 
+#include <stdatomic.h>
+
 #include "files/sys.h"
 
 enum kvs_file_begun {
@@ -66,7 +68,8 @@ struct kvs_file_queue {
   bool closed;             /* guarded by lock */
   struct kvs_file_faults *faults;
   bool direct;
-  bool files_stay;                /* no file descriptor is closed or reused before the queue is closed */
+  atomic_bool files_move;         /* a descriptor was closed, and its number may be another file's */
+  bool files_stay;                /* until then no file descriptor is closed or reused before the queue is closed */
   int kept[KVS_FILE_DIRECTORIES]; /* descriptors whose locks last until the last request has ended */
   unsigned nkept;
   size_t scratch_nbytes;

@@ -78,7 +78,7 @@ static int buffer_of(const struct io_ring *ring, const struct ring_entry *entry)
 
 /* Index of the descriptor in the registered file table, or -1. */
 static int file_of(struct io_ring *ring, int fd) {
-  if ((unsigned)fd >= ring->nfiles) return -1;
+  if ((unsigned)fd >= ring->nfiles || atomic_load_explicit(&ring->queue->files_move, memory_order_relaxed)) return -1;
   if (!ring->file_known[fd] && io_uring_register_files_update(&ring->uring, (unsigned)fd, &fd, 1) != 1) return -1;
   ring->file_known[fd] = true;
   return fd;

@@ -232,6 +232,18 @@ static enum kvs_file_begun finish_item(struct kvs_file_item *item, int status, i
   return KVS_FILE_SKIP;
 }
 
+/* A request whose segment cannot be opened now, because all that may be open are held, is parked. */
+static bool hold_locked(struct kvs_file_item *item, uint32_t slot) {
+  struct kvs_file_store *store = item->transfer->store;
+  const uint32_t at = slot / store->geometry.slots;
+  if (kvs_file_segment_hold_locked(store, at, true)) {
+    item->held = at;
+    return true;
+  }
+  append(&store->parked, item);
+  return false;
+}
+
 static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   int code, status = KVS_OK;
@@ -248,6 +260,7 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
     answer = KVS_FILE_NONE_LEFT;
     code = KVS_FILE_NUMBERS_END;
   }
+  if (answer == KVS_FILE_SLOT && !hold_locked(item, item->slot)) answer = KVS_FILE_WAIT;
   if (answer == KVS_FILE_SLOT) join_writes_locked(item);
   if (answer == KVS_FILE_NONE_LEFT) {
     kvs_file_item_finish_locked(item, code ? KVS_FILE : KVS_NO_ROOM, code);
@@ -283,6 +296,13 @@ static bool deletes_nothing(const struct kvs_file_item *item) {
          entry->stale == KVS_NO_SLOT;
 }
 
+/* The slot of the item's next request; KVS_NO_SLOT: a store has yet to take one. */
+static uint32_t slot_of_request(const struct kvs_file_item *item) {
+  if (item->phase == KVS_FILE_SCRUB_STALE) return item->entry->stale;
+  if (item->phase == KVS_FILE_SCRUB_OLD) return item->old;
+  return item->phase == KVS_FILE_TRANSFER && item->transfer->kind == KVS_FILE_PUT ? KVS_NO_SLOT : item->slot;
+}
+
 /* Returns whether the item continues. A begun item cannot be cancelled. The block may be missing by now: a refresh or
  * a new epoch can remove it. */
 static bool may_continue(struct kvs_file_item *item) {
@@ -307,12 +327,14 @@ static bool may_continue(struct kvs_file_item *item) {
     item->epoch = store->epochs.now;
     kvs_file_note_used_locked(store, item->slot);
   }
+  bool goes_on = !stop && !late && !cleared;
+  const uint32_t slot = goes_on ? slot_of_request(item) : KVS_NO_SLOT;
+  if (slot != KVS_NO_SLOT) goes_on = hold_locked(item, slot);
   pthread_mutex_unlock(&store->lock);
-  return !stop && !late && !cleared;
+  return goes_on;
 }
 
-enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
-  struct kvs_file_item *item = item_of(request);
+static enum kvs_file_begun begin(struct kvs_file_item *item) {
   if (!may_continue(item)) return KVS_FILE_SKIP;
   switch (item->phase) {
   case KVS_FILE_SCRUB_STALE:
@@ -328,6 +350,15 @@ enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   if (item->transfer->kind == KVS_FILE_DROP) return begin_erase(item, item->slot);
   kvs_file_span_of_block(item, false);
   return KVS_FILE_GO;
+}
+
+enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
+  struct kvs_file_item *item = item_of(request);
+  if (begin(item) != KVS_FILE_GO) return KVS_FILE_SKIP;
+  int code = kvs_file_segment_open(item->transfer->store, item->held, &request->span.fd);
+  if (!code) return KVS_FILE_GO;
+  kvs_file_item_end(request, code);
+  return KVS_FILE_SKIP;
 }
 
 /* -- completion of a request --------------------------------------------------------------------------------------- */
@@ -438,42 +469,16 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
 
 /* -- loads --------------------------------------------------------------------------------------------------------- */
 
-/* KVS_OK: the block and its key match the header. For a reader, another valid block in the slot is not damage: the
- * writer has replaced the block. */
-static int check_block(struct kvs_file_item *item, const uint8_t *data) {
-  const struct kvs_file_store *store = item->transfer->store;
-  const struct kvs_file_geometry *g = &store->geometry;
-  const bool foreign = kvs_file_is_foreign(store, item->slot);
-  struct kvs_file_header header;
-  enum kvs_file_page page = kvs_file_header_read(kvs_file_header_of(item), &header);
-  item->spoilt = page != KVS_FILE_GOOD;
-  if (page == KVS_FILE_EMPTY) return foreign ? KVS_MISSING : KVS_DAMAGED;
-  if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
-  bool same = header.key_nbytes == item->entry->key_nbytes &&
-              memcmp(header.key, item->entry->key, header.key_nbytes) == 0 &&
-              kvs_file_epoch_is(&header.epoch, &item->epoch) && (foreign || header.sequence == item->entry->sequence);
-  if (!same) return foreign ? KVS_MISSING : KVS_DAMAGED;
-  if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
-  uint32_t crc;
-  int status = KVS_OK;
-  if (kvs_file_on_device(item))
-    status = kvs_file_gds_checksum(item, &crc, &item->code);
-  else
-    crc = kvs_crc32c(0, data, g->block_nbytes);
-  item->spoilt = !status && crc != header.data_crc;
-  return status ? status : item->spoilt ? KVS_DAMAGED : KVS_OK;
-}
-
 static int read_ended(struct kvs_file_item *item) {
   const struct kvs_file_geometry *g = &item->transfer->store->geometry;
   const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
   uint8_t *behind = kvs_file_header_of(item) + page, *data = kvs_file_memory_of(item);
-  if (item->transfer->pools) return check_block(item, data);
+  if (item->transfer->pools) return kvs_file_check_block(item, data);
   if (kvs_file_is_in_place(item)) {
     memcpy(data + whole, behind, g->block_nbytes - whole);
-    return check_block(item, data);
+    return kvs_file_check_block(item, data);
   }
-  int status = check_block(item, behind);
+  int status = kvs_file_check_block(item, behind);
   if (!status) kvs_file_copy_block(item, behind, false);
   return status;
 }
@@ -556,8 +561,7 @@ static int flush(struct kvs_file_item *item, const struct kvs_file_span *whole) 
   return sync_file_range(whole->fd, (off_t)whole->offset, (off_t)store->geometry.slot_nbytes, how) ? errno : 0;
 }
 
-void kvs_file_item_end(struct kvs_file_request *request, int code) {
-  struct kvs_file_item *item = item_of(request);
+static void end(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   if (reads(item)) {
     get_ended(item, code);
@@ -565,8 +569,10 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
   }
   bool put = item->transfer->kind == KVS_FILE_PUT, written = put && item->phase == KVS_FILE_TRANSFER;
   if (!code && written) {
+    const int fd = item->request.span.fd;
     kvs_file_span_of_page(item, item->slot, NULL);
-    code = flush(item, &request->span);
+    item->request.span.fd = fd;
+    code = flush(item, &item->request.span);
   }
   kvs_file_lock_current(store);
   if (put)
@@ -576,4 +582,14 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
   if (written) kvs_file_checkpoint_if_due(store); /* the item may have been freed */
+}
+
+/* The item may have been freed, or be under way again, before its segment is released. */
+void kvs_file_item_end(struct kvs_file_request *request, int code) {
+  struct kvs_file_item *item = item_of(request);
+  struct kvs_file_store *store = item->transfer->store;
+  const uint32_t held = item->held;
+  item->held = UINT32_MAX;
+  end(item, code);
+  kvs_file_segment_release(store, held);
 }

@@ -65,6 +65,7 @@ struct kvs_file_item {
   uint64_t address;                      /* host memory, or the block in the staging slot; 0: no staging slot yet */
   uint64_t sequence;
   uint32_t slot, old; /* the slot to read, write or erase; the slot of the replaced block */
+  uint32_t held;      /* the segment that the current request holds; UINT32_MAX: none */
   uint32_t staging;   /* number of the staging slot; UINT32_MAX: none */
   uint32_t crc;       /* stores staged in device memory: the block's checksum */
   enum kvs_file_phase phase;

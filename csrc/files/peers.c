@@ -114,7 +114,7 @@ int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
 /* -- notices ------------------------------------------------------------------------------------------------------- */
 
 static bool is_segment(const struct kvs_file_segment *segment, unsigned root, uint32_t number) {
-  return segment->root == root && segment->number == number && segment->fd >= 0 && !segment->removed;
+  return segment->root == root && segment->number == number && !segment->gone && !segment->removed;
 }
 
 /* The position of the notice's segment; nsegments: it is not open. */

@@ -95,7 +95,7 @@ static uint32_t *count_cold_locked(struct kvs_file_store *store, uint64_t oldest
 }
 
 static bool may_leave(const struct kvs_file_store *store, const struct kvs_file_segment *segment) {
-  return segment->root < store->nroots && segment->fd >= 0 && !segment->removed && !segment->leaving && !segment->kept;
+  return segment->root < store->nroots && !segment->gone && !segment->removed && !segment->leaving && !segment->kept;
 }
 
 /* NULL: none may leave. */
@@ -176,13 +176,13 @@ static void close_left(struct kvs_file_store *store) {
     struct kvs_file_segment *segment = &store->segments[i];
     if (!segment->leaving || !segment->removed) continue;
     pthread_mutex_lock(&store->lock);
-    const int fd = segment->fd;
-    segment->fd = -1;
+    const int fd = kvs_file_descriptor_take_locked(store, i);
+    segment->gone = true;
     segment->leaving = false;
     store->nremoved++;
     store->nown--;
     pthread_mutex_unlock(&store->lock);
-    close(fd);
+    if (fd >= 0) close(fd);
   }
 }
 

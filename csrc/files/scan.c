@@ -96,11 +96,10 @@ static void pass_over(struct scan *scan, uint64_t sequence) {
 }
 
 static int read_at(struct kvs_file_store *store, uint32_t slot, uint8_t *to, size_t nbytes) {
-  struct kvs_file_span span = {.fd = kvs_file_slot_fd(store, slot),
-                               .offset = kvs_file_slot_at(store, slot),
-                               .pieces = {{to, nbytes}},
-                               .npieces = 1};
-  return kvs_file_move(&store->faults, &span, store->direct);
+  struct kvs_file_span span = {
+      .fd = -1, .offset = kvs_file_slot_at(store, slot), .pieces = {{to, nbytes}}, .npieces = 1};
+  int code = kvs_file_segment_open(store, slot / store->geometry.slots, &span.fd);
+  return code ? code : kvs_file_move(&store->faults, &span, store->direct);
 }
 
 static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
@@ -138,6 +137,12 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   note(scan, &header, found);
 }
 
+static void hold(struct kvs_file_store *store, uint32_t segment) {
+  pthread_mutex_lock(&store->lock);
+  (void)kvs_file_segment_hold_locked(store, segment, false);
+  pthread_mutex_unlock(&store->lock);
+}
+
 static bool is_wanted(const struct scan *scan, uint32_t segment) {
   const struct kvs_file_segment *what = &scan->store->segments[segment];
   return !what->removed && (scan->root < 0 || what->root == (unsigned)scan->root);
@@ -148,8 +153,11 @@ static void *scan_segments(void *arg) {
   const struct kvs_file_geometry *g = &scan->store->geometry;
   uint8_t *room = kvs_file_pages_map(g->slot_nbytes);
   for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->nsegments;)
-    for (uint32_t i = 0; i < g->slots && is_wanted(scan, segment); i++)
-      look_at_slot(scan, segment * g->slots + i, room);
+    if (is_wanted(scan, segment)) {
+      hold(scan->store, segment);
+      for (uint32_t i = 0; i < g->slots; i++) look_at_slot(scan, segment * g->slots + i, room);
+      kvs_file_segment_release(scan->store, segment);
+    }
   if (room) kvs_file_pages_unmap(room, g->slot_nbytes);
   pthread_mutex_lock(&scan->lock);
   if (!room) scan->code = KVS_NOMEM;
@@ -177,7 +185,13 @@ static int by_sequence(const void *a, const void *b) {
 static bool erase(struct scan *scan, uint32_t slot) {
   struct kvs_file_store *store = scan->store;
   if (store->settings.readonly) return false;
-  if (kvs_file_erase(store, kvs_file_slot_fd(store, slot), kvs_file_slot_at(store, slot)) == 0) return true;
+  const uint32_t segment = slot / store->geometry.slots;
+  int fd;
+  hold(store, segment);
+  int code = kvs_file_segment_open(store, segment, &fd);
+  if (!code) code = kvs_file_erase(store, fd, kvs_file_slot_at(store, slot));
+  kvs_file_segment_release(store, segment);
+  if (!code) return true;
   scan->lost++;
   scan->doubtful = true;
   return false;

@@ -85,7 +85,7 @@ static int find_number(int folder, uint32_t *number) {
   return EEXIST;
 }
 
-int kvs_file_segment_make(struct kvs_file_store *store, unsigned root, uint32_t *number, int *fd) {
+static int make_segment(struct kvs_file_store *store, unsigned root, uint32_t *number, int *fd) {
   const int folder = store->roots[root].folder;
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_geometry geometry = store->geometry;
@@ -98,6 +98,14 @@ int kvs_file_segment_make(struct kvs_file_store *store, unsigned root, uint32_t 
   return make_file(store, folder, name, geometry.segment_nbytes, page, fd);
 }
 
+int kvs_file_segment_make(struct kvs_file_store *store, unsigned root, uint32_t *number, int *fd) {
+  int code;
+  kvs_file_descriptors_trim(store, 1);
+  do code = make_segment(store, root, number, fd);
+  while ((code == EMFILE || code == ENFILE) && kvs_file_descriptor_give_up(store));
+  return code;
+}
+
 /* Blocks that are stored in it must be found at the next open, so the first page must be right. */
 int kvs_file_segment_repair(struct kvs_file_store *store, uint32_t at) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
@@ -105,19 +113,22 @@ int kvs_file_segment_repair(struct kvs_file_store *store, uint32_t at) {
   struct kvs_file_geometry geometry = store->geometry;
   geometry.segment = segment->number;
   kvs_file_geometry_write(&geometry, true, page);
-  int code = kvs_file_allocate(&store->faults, segment->fd, geometry.segment_nbytes);
-  if (!code) code = kvs_file_move_page(store, segment->fd, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
+  int fd, code = kvs_file_segment_open(store, at, &fd);
+  if (!code) code = kvs_file_allocate(&store->faults, fd, geometry.segment_nbytes);
+  if (!code) code = kvs_file_move_page(store, fd, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
   return code;
 }
 
 /* The array never moves, because threads read it without the lock. Entries of removed segments are reused. */
-int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, bool cut,
-                            uint32_t *place) {
+int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, uint64_t inode,
+                            bool cut, uint32_t *place) {
   struct kvs_file_root *of = kvs_file_root_at(store, root);
   uint32_t at = store->nremoved ? 0 : store->nsegments;
-  while (at < store->nsegments && store->segments[at].fd >= 0) at++;
+  while (at < store->nsegments && !store->segments[at].gone) at++;
   if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
-  store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .root = root, .suspect = cut};
+  store->segments[at] =
+      (struct kvs_file_segment){.fd = -1, .number = number, .root = root, .suspect = cut, .inode = inode};
+  kvs_file_descriptor_keep_locked(store, at, fd);
   store->nremoved -= at < store->nsegments;
   store->nsegments += at == store->nsegments;
   store->nown += root < store->nroots;
@@ -156,7 +167,8 @@ static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t n
   }
   bool first = !store->geometry_known && store->nsegments == 0, ours = what == KVS_FILE_GOOD && there.segment == number;
   ours = ours && (first || there.slots == store->geometry.slots);
-  bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
+  ours = ours && fstat(fd, &info) == 0;
+  bool cut = ours && (uint64_t)info.st_size < there.segment_nbytes;
   if (cut && !foreign && there.segment_nbytes <= store->settings.capacity) /* extend */
     (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
   pthread_mutex_lock(&store->lock);
@@ -164,9 +176,10 @@ static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t n
     store->geometry.slots = there.slots;
     store->geometry.segment_nbytes = there.segment_nbytes;
   }
-  bool room = !ours || kvs_file_segment_append(store, root, number, fd, cut, &at) == 0;
+  bool room = !ours || kvs_file_segment_append(store, root, number, fd, info.st_ino, cut, &at) == 0;
   store->stats.foreign += !ours && root < store->nroots;
   pthread_mutex_unlock(&store->lock);
+  kvs_file_descriptors_trim(store, 0);
   if (ours && room) return KVS_OK;
   close(fd);
   if (room) return KVS_OK;
@@ -222,6 +235,8 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
 }
 
 bool kvs_file_note_removed(struct kvs_file_store *store, unsigned root) {
+  const int folder = kvs_file_root_at(store, root)->folder;
+  char name[32];
   struct stat info;
   bool any = false;
   pthread_mutex_lock(&store->lock);
@@ -230,8 +245,10 @@ bool kvs_file_note_removed(struct kvs_file_store *store, unsigned root) {
   for (uint32_t i = 0; i < nsegments; i++) { /* those of peers are changed by this thread alone */
     struct kvs_file_segment *segment = &store->segments[i];
     if (segment->root != root) continue;
-    const bool removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
+    kvs_file_segment_name(segment->number, name);
+    const int code = fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) ? errno : 0;
     pthread_mutex_lock(&store->lock);
+    const bool removed = segment->gone || code == ENOENT || (!code && info.st_ino != segment->inode);
     any |= removed && !segment->removed;
     segment->removed = removed;
     pthread_mutex_unlock(&store->lock);
@@ -247,6 +264,7 @@ static bool is_in(const struct kvs_file_store *store, uint32_t slot, const struc
 
 bool kvs_file_in_use_locked(const struct kvs_file_store *store, const struct kvs_file_segment *segment) {
   size_t looks = 0;
+  if (segment->users) return true; /* a request that has ended releases it a little later */
   for (const struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later)
     for (size_t i = 0; i < transfer->nitems; i++) {
       const struct kvs_file_item *item = &transfer->items[i];
@@ -260,13 +278,12 @@ bool kvs_file_in_use_locked(const struct kvs_file_store *store, const struct kvs
 void kvs_file_close_removed(struct kvs_file_store *store) {
   for (uint32_t i = 0; i < store->nsegments; i++) {
     struct kvs_file_segment *segment = &store->segments[i];
-    if (!segment->removed || segment->fd < 0) continue;
+    if (!segment->removed || segment->gone) continue;
     pthread_mutex_lock(&store->lock);
-    const bool stays =
-        segment->leaving || kvs_file_in_use_locked(store, segment); /* leaving: files/retire.c closes it */
-    int fd = stays ? -1 : segment->fd;
-    store->nremoved += fd >= 0;
-    if (fd >= 0) segment->fd = -1;
+    /* leaving: files/retire.c closes it */
+    segment->gone = !segment->leaving && !kvs_file_in_use_locked(store, segment);
+    store->nremoved += segment->gone;
+    int fd = segment->gone ? kvs_file_descriptor_take_locked(store, i) : -1;
     pthread_mutex_unlock(&store->lock);
     if (fd >= 0) close(fd);
   }
@@ -326,11 +343,13 @@ static int by_age(const void *a, const void *b) {
  * list also makes the scan read all disks at once. */
 void kvs_file_remove_old_segments(struct kvs_file_store *store) {
   uint32_t surplus = store->nsegments > store->max_segments ? store->nsegments - store->max_segments : 0;
+  int fd;
   char name[32];
   if (store->nsegments) qsort(store->segments, store->nsegments, sizeof *store->segments, by_age);
   for (uint32_t i = 0; i < surplus; i++) {
     kvs_file_segment_name(store->segments[i].number, name);
-    close(store->segments[i].fd);
+    fd = kvs_file_descriptor_take_locked(store, i); /* no other thread uses the store yet */
+    if (fd >= 0) close(fd);
     (void)unlinkat(store->roots[store->segments[i].root].folder, name, 0);
   }
   store->nsegments -= surplus;

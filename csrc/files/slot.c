@@ -14,6 +14,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/wait.h"
@@ -154,9 +155,12 @@ static int refusal_of(const struct kvs_file_root *root) {
 void kvs_file_grown_locked(struct kvs_file_store *store, unsigned at, int code, uint32_t number, int fd) {
   struct kvs_file_root *root = &store->roots[at];
   uint32_t slots = store->geometry.slots, place = 0;
-  if (!code) code = kvs_file_segment_append(store, at, number, fd, false, &place);
+  struct stat info = {0};
+  if (!code && fstat(fd, &info)) code = errno;
+  if (!code) code = kvs_file_segment_append(store, at, number, fd, info.st_ino, false, &place);
   if (!code)
     for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, place * slots + i);
+  if (code && fd >= 0) close(fd);
   store->growing = false;
   root->grow_code = code;
   root->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;

@@ -3,9 +3,12 @@
 
 #include <string.h>
 
+#include "base/crc32c.h"
+#include "files/gds.h"
+
 void kvs_file_span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *page) {
   const struct kvs_file_store *store = item->transfer->store;
-  item->request.span = (struct kvs_file_span){.fd = kvs_file_slot_fd(store, slot),
+  item->request.span = (struct kvs_file_span){.fd = -1, /* set where its segment is open */
                                               .write = true,
                                               .dsync = store->settings.durability == KVS_FILE_FSYNC,
                                               .offset = kvs_file_slot_at(store, slot),
@@ -54,4 +57,30 @@ void kvs_file_span_of_block(struct kvs_file_item *item, bool write) {
   }
   if (whole) span->pieces[span->npieces++] = (struct iovec){kvs_file_memory_of(item), whole};
   if (store->geometry.block_nbytes > whole) span->pieces[span->npieces++] = (struct iovec){header + page, page};
+}
+
+/* KVS_OK: the block and its key match the header. For a reader, another valid block in the slot is not damage: the
+ * writer has replaced the block. */
+int kvs_file_check_block(struct kvs_file_item *item, const uint8_t *data) {
+  const struct kvs_file_store *store = item->transfer->store;
+  const struct kvs_file_geometry *g = &store->geometry;
+  const bool foreign = kvs_file_is_foreign(store, item->slot);
+  struct kvs_file_header header;
+  enum kvs_file_page page = kvs_file_header_read(kvs_file_header_of(item), &header);
+  item->spoilt = page != KVS_FILE_GOOD;
+  if (page == KVS_FILE_EMPTY) return foreign ? KVS_MISSING : KVS_DAMAGED;
+  if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
+  bool same = header.key_nbytes == item->entry->key_nbytes &&
+              memcmp(header.key, item->entry->key, header.key_nbytes) == 0 &&
+              kvs_file_epoch_is(&header.epoch, &item->epoch) && (foreign || header.sequence == item->entry->sequence);
+  if (!same) return foreign ? KVS_MISSING : KVS_DAMAGED;
+  if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
+  uint32_t crc;
+  int status = KVS_OK;
+  if (kvs_file_on_device(item))
+    status = kvs_file_gds_checksum(item, &crc, &item->code);
+  else
+    crc = kvs_crc32c(0, data, g->block_nbytes);
+  item->spoilt = !status && crc != header.data_crc;
+  return status ? status : item->spoilt ? KVS_DAMAGED : KVS_OK;
 }

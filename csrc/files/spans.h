@@ -16,4 +16,7 @@ void kvs_file_copy_block(const struct kvs_file_item *, uint8_t *scratch, bool to
 void kvs_file_span_of_page(struct kvs_file_item *, uint32_t slot, uint8_t *page);
 void kvs_file_span_of_block(struct kvs_file_item *, bool write);
 
+/* Of a block that was read: KVS_OK, KVS_DAMAGED, KVS_MISSING or a device error. Sets item->spoilt. */
+int kvs_file_check_block(struct kvs_file_item *, const uint8_t *data);
+
 #endif

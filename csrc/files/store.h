@@ -35,7 +35,11 @@ struct kvs_file_root {
 };
 
 struct kvs_file_segment {
-  int fd;          /* -1: removed and closed */
+  int fd;         /* guarded by store->lock, as are the next three; -1: not open */
+  unsigned users; /* that hold it */
+  bool recent;    /* it was used since the last look for one to close */
+  bool gone;      /* removed and closed: its place in the list is free */
+  uint64_t inode;
   uint32_t number; /* the number in the file name */
   unsigned root;   /* its directory */
   bool removed;    /* the file was unlinked, and its contents are no longer part of the store */
@@ -91,6 +95,8 @@ struct kvs_file_store {
   atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* see struct kvs_file_stats; [1]: written, [0]: read */
   struct kvs_file_store *next_of_all;              /* guarded by stores_lock of store.c, as is `open` */
   bool open;                                       /* opened, and not being closed */
+  atomic_bool noted;                               /* note has what kvs_file_take_note() gives */
+  char note[300];                                  /* guarded by lock */
   unsigned readers; /* guarded by stores_lock: threads that read its counters, which keep it in memory */
 
   pthread_mutex_t lock;
@@ -101,11 +107,13 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments;
-  uint32_t nremoved;            /* segments with fd -1 */
+  uint32_t nremoved;            /* segments that are gone */
   uint32_t nown;                /* segments of own directories */
   uint64_t came_back;           /* blocks that were put into leaving segments */
   bool any_used;                /* some segment is `used` */
   struct kvs_file_bound *bound; /* files/bound.h; NULL: the store bounds its own segments only */
+  uint32_t nidle, nheld, hand;  /* segments that are open and not held; that are held; the next to look at */
+  struct kvs_file_items parked; /* items that wait for a descriptor */
   struct kvs_file_events events;
   struct kvs_file_epochs epochs;
   unsigned npeers;
@@ -147,9 +155,6 @@ static inline bool kvs_file_is_foreign(const struct kvs_file_store *store, uint3
 static inline struct kvs_file_root *kvs_file_root_of(const struct kvs_file_store *store, uint32_t slot) {
   return &store->roots[store->segments[slot / store->geometry.slots].root];
 }
-static inline int kvs_file_slot_fd(const struct kvs_file_store *store, uint32_t slot) {
-  return store->segments[slot / store->geometry.slots].fd;
-}
 static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint32_t slot) {
   return kvs_file_slot_offset(&store->geometry, slot % store->geometry.slots);
 }
@@ -186,6 +191,8 @@ void kvs_file_checkpoint_if_due(struct kvs_file_store *);                       
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
 
 /* directory.c */
+/* Whether the own directories still have their names; twice a second. Otherwise they take no blocks. */
+void kvs_file_look_at_directories(struct kvs_file_store *);
 /* Open a directory and check who may write it. `make`: create it if missing. */
 int kvs_file_open_folder(struct kvs_file_root *, bool make, struct kvs_error *);
 /* Geometry of a directory, from the store's file, else from a segment; *found false: neither can be read. */

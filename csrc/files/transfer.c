@@ -53,7 +53,7 @@ static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_fi
     item->request.nbytes = kvs_file_request_nbytes(moves);
     item->phase = KVS_FILE_TRANSFER;
     item->slot = item->old = KVS_NO_SLOT;
-    item->staging = UINT32_MAX;
+    item->staging = item->held = UINT32_MAX;
     if (blocks && blocks->addresses && !transfer->nparts) item->address = blocks->addresses[i];
   }
 }

@@ -295,6 +295,7 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
       read_after(&call, values[AFTER]) == 0)
     result = submit(&call, load ? LOAD : STORE);
   clear(&call);
+  if (result != NULL) kvs_py_file_say_note(self);
   return kvs_py_trace_end(range, result);
 }
 

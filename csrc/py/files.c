@@ -88,6 +88,13 @@ static PyObject *store_exit(PyObject *self, PyObject *args) {
 
 /* -- keys ---------------------------------------------------------------------------------------------------------- */
 
+/* Log what happened beside the calls. */
+void kvs_py_file_say_note(PyObject *self) {
+  char note[300];
+  if (kvs_file_take_note(kvs_py_file_core(self), note) && kvs_py_say("warning", "%s", note) < 0)
+    PyErr_WriteUnraisable(self);
+}
+
 static PyObject *store_contains(PyObject *self, PyObject *object) {
   struct kvs_py_keys keys = {0};
   struct kvs_error err = {0};
@@ -104,6 +111,7 @@ static PyObject *store_contains(PyObject *self, PyObject *object) {
   }
   PyMem_Free(found);
   kvs_py_keys_clear(&keys);
+  if (result != NULL) kvs_py_file_say_note(self);
   return result;
 }
 
@@ -234,6 +242,7 @@ static PyObject *store_stats(PyObject *self, PyObject *unused) {
       {"reclaimed_segments", stats.reclaimed_segments},
       {"retired_segments", stats.retired_segments},
   };
+  kvs_py_file_say_note(self);
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
     PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);

@@ -32,6 +32,8 @@ void kvs_py_keys_clear(struct kvs_py_keys *keys);
 /* file_open.c: FileStore(). *store is the caller's to drop, also on failure. */
 int kvs_py_file_open(struct kvs_py_state *state, PyObject *args, PyObject *kwargs, struct kvs_file_store **store);
 
+void kvs_py_file_say_note(PyObject *store); /* files.c: log what happened beside the calls */
+
 /* file_calls.c: methods of the store. */
 PyObject *kvs_py_file_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
 PyObject *kvs_py_file_load(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
