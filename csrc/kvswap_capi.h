@@ -91,7 +91,9 @@
   X(file_transfer_reason)                                                                                              \
   X(file_transfer_get_info)                                                                                            \
   X(file_take_events)                                                                                                  \
-  X(file_clear)
+  X(file_clear)                                                                                                        \
+  X(file_clear_directory)                                                                                              \
+  X(file_take_note)
 
 #ifdef __cplusplus
 #define KVSWAP_CAPI_MEMBER(name) decltype(&kvs_##name) name;

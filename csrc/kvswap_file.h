@@ -67,9 +67,8 @@ struct kvs_file_settings {
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.
- * If the disk refuses writes (full, over quota, read-only, no permission) a store with blocks opens read-only, and
- * stores and deletes fail block by block with the reason (kvs_file_info.readonly_note). KVS_BUSY: another process
- * writes the store; or a process that wrote it was killed, and its writes have not reached the disk within 10 s. */
+ * If the disk refuses writes a store with blocks opens read-only (kvs_file_info.readonly_note). KVS_BUSY: another
+ * process writes the store, or one that was killed has writes that did not reach the disk within 10 s. */
 KVS_API int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_store **store,
                           struct kvs_error *err);
 /* Close a store: refuse new calls and wait at most timeout_ns for those in progress; then cancel what has not begun,

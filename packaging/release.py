@@ -26,7 +26,7 @@ import wheels  # noqa: E402
 
 import setup_readme  # noqa: E402
 
-SDIST_TESTS = ("tests/test_swap.py", "tests/test_structure.py", "tests/test_readme.py")
+SDIST_TESTS = ("tests/test_swap.py", "tests/test_structure.py", "tests/test_readme.py", "tests/test_files_full.py")
 
 
 def step(text):
@@ -86,7 +86,15 @@ def try_sdist(sdist, python, folder):
     (source,) = folder.iterdir()
     run(python, "-m", "venv", source / ".venv")
     run(source / ".venv/bin/pip", "install", "-q", ".[test]", cwd=source, env={**os.environ, "KVSWAP_CUDA": "off"})
-    run(source / ".venv/bin/pytest", "-q", "-n", "2", *SDIST_TESTS, cwd=source)
+    run(
+        source / ".venv/bin/pytest",
+        "-q",
+        "-n",
+        "2",
+        *SDIST_TESTS,
+        cwd=source,
+        env={**os.environ, "KVSWAP_RELEASE": "1"},
+    )
 
 
 def main():

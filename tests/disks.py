@@ -91,18 +91,14 @@ class Disk:
         (self.path / "filler").unlink(missing_ok=True)
         os.sync()
 
-    def remount(self, how: str) -> None:
-        """`ro` or `rw`."""
-        for _ in range(100):  # a closed ring of io_uring gives its files back a little later
-            if (
-                subprocess.run(
-                    ["mount", "-o", f"remount,{how}", str(self.mounts[-1])], check=False, capture_output=True
-                ).returncode
-                == 0
-            ):
-                return
+    def remount(self, how: str) -> bool:
+        """`ro` or `rw`. False: a file is still open."""
+        command = ["mount", "-o", f"remount,{how}", str(self.mounts[-1])]
+        for _ in range(50):  # a closed ring of io_uring gives its files back a little later
+            if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+                return True
             time.sleep(0.1)
-        _run("mount", "-o", f"remount,{how}", self.mounts[-1])
+        return False
 
     def cut(self) -> None:
         """The second half of the device cannot be read any more: EIO."""

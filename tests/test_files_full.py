@@ -8,6 +8,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE, until
-from disks import KINDS, RESERVES, Disk, disk
+from disks import KINDS, RESERVES, Disk, cannot, disk
 from test_files import blocks_of, keys_of
 
 import kvswap
@@ -24,6 +26,7 @@ from kvswap import testing
 from kvswap.files import FileStore, Layout
 
 NBYTES = 65536
+MKFS = {"quota": "btrfs"}
 
 
 @pytest.fixture(params=KINDS)
@@ -104,7 +107,8 @@ def test_a_read_only_file_system(small: Disk, shared: bool, caplog: pytest.LogCa
     data, keys = blocks_of(2, 12, NBYTES), keys_of(12)
     with open_store(small.path / "kv", shared=shared) as store:
         put(store, keys, data)
-    small.remount("ro")
+    if not small.remount("ro"):
+        cannot("the file system cannot be remounted")
     try:
         for _ in range(2):
             caplog.clear()
@@ -117,7 +121,7 @@ def test_a_read_only_file_system(small: Disk, shared: bool, caplog: pytest.LogCa
                 assert store.store(keys, data, range(12), replace=False).result(PATIENCE) is None
             assert len(warnings_of(caplog)) == 2  # one a store
     finally:
-        small.remount("rw")
+        assert small.remount("rw")
     with open_store(small.path / "kv", shared=shared) as store:
         put(store, [b"later"], data[:1])
         check(store, [*keys, b"later"], np.concatenate([data, data[:1]]))
@@ -240,3 +244,17 @@ def test_notices_that_are_cut_beneath_their_readers_and_writer(tmp_path: Path, w
                 two.contains(keys)
         check(two, [b"beside-3-%d-0" % i for i in range(20)], np.repeat(data[:1], 20, axis=0))
         until(lambda: path.exists() and path.stat().st_size > 2_000_000)
+
+
+def test_what_disks_do(tmp_path: Path) -> None:
+    """A short run of tests/long/disk_life.py; 3,000 openings take three minutes."""
+    if os.geteuid():
+        cannot("a file system can be mounted by root only")
+    command = [sys.executable, os.fspath(Path(__file__).parent / "long" / "disk_life.py"), "--openings", "120"]
+    kinds = [kind for kind in KINDS if kind in ("tmpfs", "overlay") or shutil.which(f"mkfs.{MKFS.get(kind, kind)}")]
+    command += ["--least", "1", "--seed", "20", "--folder", os.fspath(tmp_path), "--kinds", ",".join(kinds)]
+    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(kvswap.__file__).parent.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    if "Skipped" in run.stderr:
+        cannot(run.stderr.strip().splitlines()[-1])
+    assert run.returncode == 0, run.stdout + run.stderr
