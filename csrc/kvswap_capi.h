@@ -92,7 +92,6 @@
   X(file_transfer_get_info)                                                                                            \
   X(file_take_events)                                                                                                  \
   X(file_clear)                                                                                                        \
-  X(file_clear_directory)                                                                                              \
   X(file_take_note)
 
 #ifdef __cplusplus

@@ -108,3 +108,5 @@ uint64_t kvs_file_segment_size(const struct kvs_file_settings *s) {
     nbytes = nbytes < least ? least : nbytes > most ? most : nbytes;
   return nbytes < s->capacity || s->readonly ? nbytes : s->capacity;
 }
+
+void kvs_file_segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }

@@ -9,6 +9,7 @@ uint64_t kvs_file_segment_size(const struct kvs_file_settings *); /* that is ask
 /* Other writers are looked for by a path: a later chdir() must change nothing. The caller frees it; NULL: no memory. */
 char *kvs_file_absolute_path(const char *path);
 void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room); /* in a shared one */
+void kvs_file_segment_name(uint32_t number, char name[32]);
 /* Move a whole page: 0 or an errno. The store's own files are never opened with O_DIRECT. */
 int kvs_file_move_page(struct kvs_file_store *, int fd, bool write, uint64_t offset, void *page, bool dsync);
 /* Whether a call failed because the disk refuses to be written: what is on it may still be read. */

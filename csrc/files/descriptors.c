@@ -1,11 +1,13 @@
-/* See files/segment.h. */
+/* See files/descriptors.h. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "files/segment.h"
+#include "files/checks.h"
+#include "files/descriptors.h"
+#include "files/spans.h"
 
 enum { LEAST = 4, SHARE = 4 }; /* at least so many segments are open, and at most a part of what the process may open */
 static atomic_uint open_segments; /* of all stores of the process */

@@ -21,6 +21,7 @@
 
 #include "base/wait.h"
 #include "files/checks.h"
+#include "files/descriptors.h"
 #include "files/segment.h"
 #include "files/store.h"
 

@@ -22,6 +22,7 @@
 #include "base/crc32c.h"
 #include "files/cufile.h"
 #include "files/current.h"
+#include "files/descriptors.h"
 #include "files/gds.h"
 #include "files/mover.h"
 #include "files/segment.h"
@@ -149,13 +150,6 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
 }
 
 /* -- the file queues ----------------------------------------------------------------------------------------------- */
-
-void kvs_file_item_queue(struct kvs_file_item *item) {
-  if (kvs_file_on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER)
-    kvs_file_gds_push(item);
-  else
-    kvs_file_queue_push(&item->transfer->store->queue, &item->request);
-}
 
 /* -- dispatch ------------------------------------------------------------------------------------------------------ */
 

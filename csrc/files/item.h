@@ -114,7 +114,6 @@ void kvs_file_item_begin_locked(
     struct kvs_file_item *); /* ask for the key; the item becomes ready when it holds the key */
 void kvs_file_run_ready_locked(struct kvs_file_store *); /* dispatch all ready items */
 void kvs_file_item_finish_locked(struct kvs_file_item *, int status, int code);
-void kvs_file_item_queue(struct kvs_file_item *); /* its next request, for the threads that can serve it */
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *);
 void kvs_file_item_end(struct kvs_file_request *, int code);
 

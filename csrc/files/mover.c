@@ -20,6 +20,7 @@
 #include "files/gds.h"
 #include "files/keys.h"
 #include "files/mover.h"
+#include "files/spans.h"
 #include "private.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };

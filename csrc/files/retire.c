@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "files/checks.h"
+#include "files/descriptors.h"
 #include "files/retire.h"
 #include "files/segment.h"
 

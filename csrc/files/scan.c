@@ -15,6 +15,7 @@
 
 #include "base/crc32c.h"
 #include "base/thread.h"
+#include "files/descriptors.h"
 #include "files/segment.h"
 #include "files/store.h"
 

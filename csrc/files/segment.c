@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "files/checks.h"
+#include "files/descriptors.h"
 #include "files/segment.h"
 #include "files/store.h"
 
@@ -22,8 +23,6 @@ enum {
   MOST_SEGMENTS = 1 << 20,   /* of a store; each is an open file */
   READER_SEGMENTS = 1 << 16, /* that a reader opens */
 };
-
-void kvs_file_segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }
 
 bool kvs_file_segment_number(const char *name, uint32_t *number) {
   char again[32];

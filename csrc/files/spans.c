@@ -84,3 +84,10 @@ int kvs_file_check_block(struct kvs_file_item *item, const uint8_t *data) {
   item->spoilt = !status && crc != header.data_crc;
   return status ? status : item->spoilt ? KVS_DAMAGED : KVS_OK;
 }
+
+void kvs_file_item_queue(struct kvs_file_item *item) {
+  if (kvs_file_on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER)
+    kvs_file_gds_push(item);
+  else
+    kvs_file_queue_push(&item->transfer->store->queue, &item->request);
+}

@@ -19,4 +19,6 @@ void kvs_file_span_of_block(struct kvs_file_item *, bool write);
 /* Of a block that was read: KVS_OK, KVS_DAMAGED, KVS_MISSING or a device error. Sets item->spoilt. */
 int kvs_file_check_block(struct kvs_file_item *, const uint8_t *data);
 
+void kvs_file_item_queue(struct kvs_file_item *); /* its next request, for the threads that can serve it */
+
 #endif
