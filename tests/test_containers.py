@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, elsewhere
 
 import kvswap
 from kvswap import _C, memory
@@ -287,6 +287,7 @@ def run_in(group: Group, code: str, *before: str) -> str:
     """
     run = subprocess.run(
         [*before, sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)],
+        **elsewhere(),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -384,7 +385,9 @@ def container(name: str) -> Iterator[Start]:
         """
         code = textwrap.dedent(prelude) + textwrap.dedent(code)
         command = [*UNSHARE, *options, sys.executable, "-c", code, name]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(command, **elsewhere(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         return started[-1]
 
     yield start

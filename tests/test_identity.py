@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, elsewhere
 
 from kvswap import _options, identity
 from kvswap._revision import weights_of
@@ -130,7 +130,11 @@ def test_stores_of_two_identities_do_not_meet(tmp_path: Path) -> None:
     with FileStore(folder(tmp_path, one), one, capacity=1 << 20) as store:
         assert store.contains([b"key"]) == [True]
     stat = subprocess.run(
-        [sys.executable, "-m", "kvswap", "files", "stat", str(tmp_path)], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "kvswap", "files", "stat", str(tmp_path)],
+        **elsewhere(),
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert len(re.findall(r"kv format +fp8_e", stat)) == 2 and len(re.findall(rf"revision +{COMMIT}", stat)) == 2
 

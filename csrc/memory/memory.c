@@ -12,7 +12,7 @@
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 
-static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
+static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000, UNDO_NS = 1000 * 1000 * 1000;
 
 int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enum kvs_origin origin,
                    struct kvs_error *err) {
@@ -312,6 +312,18 @@ static int refuse_known(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   return status;
 }
 
+/* Wait a little, so that the caller can try again at once; the driver may take longer, behind work of the device. */
+static void undo_registration(struct kvs_engine *engine, uint64_t ptr) {
+  struct kvs_reclaim *task;
+  struct kvs_error ignored;
+  if (kvs_reclaim_start(engine, take_back_registration, as_what(ptr), &task, &ignored)) {
+    kvs_reclaim_later(engine, take_back_registration, as_what(ptr));
+    return;
+  }
+  (void)kvs_reclaim_wait(task, UNDO_NS, &ignored);
+  (void)kvs_reclaim_leave(task, KVS_LEAVE_ALONE);
+}
+
 int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
@@ -321,7 +333,7 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
   status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);
-  if (status) kvs_reclaim_later(engine, take_back_registration, as_what(ptr));
+  if (status) undo_registration(engine, ptr);
   return status;
 }
 

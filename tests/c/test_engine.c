@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "device/hooks.h"
+#include "engine/pattern.h"
 #include "host/device.h"
 #include "lanes/state.h"
 #include "memory/reclaim.h"

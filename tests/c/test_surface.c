@@ -123,14 +123,14 @@ static void test_what_is_opened(struct kvs_engine *engine) {
   struct kvs_host_pool_options pool = {.num_blocks = 1, .slot_nbytes = 4096, .reserved = {[1] = 1}};
   struct kvs_shared_options shared = {.name = "kvs-test-surface", .mode = KVS_SHARED_CREATE, .reserved = {[2] = 1}};
   struct kvs_offload_layout layout = {.reserved = {[4] = 1}};
-  struct kvs_file_settings settings = {.directory = "/nowhere", .reserved = {[4] = 1}};
+  struct kvs_file_settings settings = {.directory = "/nowhere", .reserved = {[3] = 1}};
   struct kvs_host_pool *made;
   struct kvs_offload *map;
   struct kvs_file_store *store;
   REFUSED(kvs_host_pool_open(engine, &pool, &made, &err), "reserved[1] of struct kvs_host_pool_options");
   REFUSED(kvs_shared_open(engine, &pool, &shared, &made, &err), "reserved[2] of struct kvs_shared_options");
   REFUSED(kvs_offload_open(engine, &layout, &map, &err), "reserved[4] of struct kvs_offload_layout");
-  REFUSED(kvs_file_open(&settings, &store, &err), "reserved[4] of struct kvs_file_settings");
+  REFUSED(kvs_file_open(&settings, &store, &err), "reserved[3] of struct kvs_file_settings");
 }
 
 int main(void) {

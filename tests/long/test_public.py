@@ -50,6 +50,9 @@ APART = {
     "kvswap.memory.SharedPool.torch": "needs torch",
     "kvswap.files.FileTransfer": "made by what submits",
     "kvswap.files.FileStore.close": "ends the store: at the end of the test",
+    "kvswap.files.FileStore.clear": "ends all blocks: test_files_epoch_races.py",
+    "kvswap.files.clear": "the same, of a directory",
+    "kvswap.files.Cleared": "made by clear()",
     "kvswap.files.read_block_files": "plain files, in Python",
     "kvswap.files.write_block_files": "plain files, in Python",
 }
