@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/wait.h"
 #include "check.h"
 #include "device/device.h"
 #include "engine/metrics.h"
