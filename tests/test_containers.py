@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, elsewhere
+from disks import cannot
 
 import kvswap
 from kvswap import _C, memory
@@ -246,7 +247,7 @@ def group() -> Iterator[Group]:
     """A control group with the memory controller, and one in it; removed at the end."""
     top = V1 if V1.is_dir() else Path("/sys/fs/cgroup")
     if os.geteuid() != 0 or not os.access(top, os.W_OK):
-        pytest.skip("only root makes control groups")
+        cannot("only root makes control groups")
     if not V1.is_dir() and "memory" not in (CONTROLLERS.read_text().split() if CONTROLLERS.exists() else ()):
         pytest.skip("the root group passes no memory controller on")
     made = Group(top / f"kvswap-test-{os.getpid()}")
@@ -325,7 +326,7 @@ def test_files_in_shared_memory_are_not(group: Group) -> None:
 def test_a_group_seen_from_a_namespace_of_its_own(group: Group) -> None:
     """unshare --cgroup leaves the outer mounts in place."""
     if subprocess.run(["unshare", "--cgroup", "true"], capture_output=True).returncode:
-        pytest.skip("no control group namespaces here")
+        cannot("no control group namespaces here")
     group.limit(300 * MIB)
     code = """
     code = "from kvswap import _C; there = _C._host_memory(''); print(there['group'], there['group_max'] >> 20)"
@@ -369,7 +370,7 @@ def name() -> Iterator[str]:
 def container(name: str) -> Iterator[Start]:
     """Start code in a pid namespace of its own. It ends with its standard input."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
-        pytest.skip("no pid namespaces here: unshare needs root, or user namespaces")
+        cannot("no pid namespaces here: unshare needs root, or user namespaces")
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *options: str) -> subprocess.Popen[str]:

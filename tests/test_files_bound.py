@@ -20,6 +20,7 @@ import file_reader
 import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes, until
+from disks import cannot
 from processes import Process
 
 import kvswap
@@ -529,7 +530,7 @@ def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=0700", "tmpfs", str(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("needs root, and permission to mount")
+        cannot("needs root, and permission to mount")
     try:
         yield path
     finally:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, comes_down
+from disks import cannot
 from processes import no_more_files
 
 import kvswap
@@ -632,7 +633,7 @@ def test_another_pid_namespace(device: kvswap.Device, name: str) -> None:
 
 def test_a_second_user(device: kvswap.Device, name: str, start: Start) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
+        cannot("only root can become another user")
     become = "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
     code = """
     try:
