@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, random_bytes
+from conftest import PATIENCE, elsewhere, random_bytes
 
 from kvswap import Error, MissingKey, cli
 from kvswap.files import Layout
@@ -212,7 +212,9 @@ def test_a_client_that_was_stopped_across_a_clear(shared: Cluster) -> None:
     with RemoteStore(shared.address, layout) as store:
         store.store([b"k"], blocks_of(1), [0]).wait(PATIENCE)
         command = [sys.executable, "-c", CLEARED, shared.address, str(NBYTES)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen(
+            command, **elsewhere(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdin is not None and child.stdout is not None
             assert child.stdout.readline() == "there\n"
             child.send_signal(signal.SIGSTOP)
@@ -447,7 +449,7 @@ print("closed", flush=True)
 
 def test_close_beside_eight_threads(shared: Cluster) -> None:
     command = [sys.executable, "-c", CLOSING, shared.address, "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * 2, check=False)
+    done = subprocess.run(command, **elsewhere(), capture_output=True, text=True, timeout=PATIENCE * 2, check=False)
     assert done.returncode == 0 and done.stdout == "closed\n", done.stderr[-2000:]
 
 
@@ -478,7 +480,7 @@ print("done", flush=True)
 @pytest.mark.parametrize("how", ["close", "leave"])
 def test_a_forks_child_finds_nothing_and_ends(shared: Cluster, how: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKING, shared.address, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * 2, check=False)
+    done = subprocess.run(command, **elsewhere(), capture_output=True, text=True, timeout=PATIENCE * 2, check=False)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sglang_stand_in as stand_in
+from conftest import elsewhere
 from sglang_stand_in import HostPool, PoolName, config
 
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
@@ -153,6 +154,6 @@ def test_two_processes(cluster: Cluster, model: str) -> None:
     assert made.batch_set_v1(keys_of(1, 2), pool.tokens_of([1, 2])) == [True, True]
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", OTHER_PROCESS, here, cluster.address, model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, **elsewhere(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     made.close()
