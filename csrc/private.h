@@ -100,10 +100,6 @@ int kvs_engine_alloc_start(struct kvs_engine *, size_t nbytes, enum kvs_alloc, s
 int kvs_engine_alloc_wait(struct kvs_allocating *, int64_t timeout_ns, uint64_t *ptr, struct kvs_error *);
 void kvs_engine_alloc_leave(struct kvs_allocating *);
 
-/* The same. If a pending free may make room, waits at most timeout_ns for it. */
-int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
-                            uint64_t *ptr, struct kvs_error *err);
-
 /* kvs_engine_free() and kvs_engine_unregister() in steps (memory/reclaim.h), for callers with work between waits:
  * start, kvs_reclaim_wait (KVS_TIMEOUT: again), kvs_reclaim_leave. */
 int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err);

@@ -26,7 +26,7 @@ int64_t kvs_file_byte_of(uint64_t inode) {
   return (int64_t)(((uint64_t)1 << 62) | (inode & (((uint64_t)1 << 62) - 1)));
 }
 
-bool kvs_file_runs(int bound, uint64_t inode) {
+static bool runs(int bound, uint64_t inode) {
   struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = kvs_file_byte_of(inode), .l_len = 1};
   return fcntl(bound, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
@@ -159,7 +159,7 @@ int kvs_file_survey_make(struct kvs_file_survey *survey, int folder, int bound, 
   for (size_t i = 0; i < survey->nwriters; i++) {
     struct kvs_file_surveyed_writer *writer = &survey->writers[i];
     writer->own = own && writer->inode == own;
-    writer->runs = writer->own || (bound >= 0 && writer->inode && kvs_file_runs(bound, writer->inode));
+    writer->runs = writer->own || (bound >= 0 && writer->inode && runs(bound, writer->inode));
   }
   return code;
 }

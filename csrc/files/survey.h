@@ -57,7 +57,6 @@ uint64_t kvs_file_survey_reclaim(struct kvs_file_survey *, struct kvs_file_fault
                                  uint64_t *removed);
 
 /* In bound.kvs a running writer holds a lock on the byte of its inode: it ends with the process. */
-bool kvs_file_runs(int bound, uint64_t inode);
 int64_t kvs_file_byte_of(uint64_t inode);
 
 #endif

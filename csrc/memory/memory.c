@@ -67,8 +67,9 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   return kvs_engine_alloc_kind(engine, nbytes, host ? KVS_ALLOC_HOST : KVS_ALLOC_DEVICE, ptr, err);
 }
 
-int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
-                            uint64_t *ptr, struct kvs_error *err) {
+/* If a pending free may make room, waits at most timeout_ns for it. */
+static int allocate_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                           uint64_t *ptr, struct kvs_error *err) {
   struct kvs_device *device = engine->device;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = kvs_dev_check(device, err);
@@ -117,7 +118,7 @@ static void *allocate(void *arg) {
   struct kvs_allocating *a = arg;
   struct kvs_error err = {0};
   uint64_t ptr = 0;
-  int status = kvs_engine_alloc_within(a->engine, a->nbytes, a->kind, 0, &ptr, &err);
+  int status = allocate_within(a->engine, a->nbytes, a->kind, 0, &ptr, &err);
   pthread_mutex_lock(&a->lock);
   a->ended = true;
   a->status = status;
@@ -168,7 +169,7 @@ void kvs_engine_alloc_leave(struct kvs_allocating *a) { drop_allocating(a); }
 
 int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                           struct kvs_error *err) {
-  return kvs_engine_alloc_within(engine, nbytes, kind, DRAIN_NS, ptr, err);
+  return allocate_within(engine, nbytes, kind, DRAIN_NS, ptr, err);
 }
 
 static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region) {
