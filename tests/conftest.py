@@ -43,6 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PATHS: tuple[str, ...] = get_args(CopyPath)
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
+# Under a sanitizer what is freed stays resident for a while, and a limit on addresses leaves no room for its own.
+SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 
 settings.register_profile(
     "ci",

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, comes_down, random_bytes, seam, until
+from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Buffer, Gate, comes_down, random_bytes, seam, until
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -33,7 +33,6 @@ from kvswap.replay.progress import Progress
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 KEPT = 150 * MIB  # addresses, not memory: a thread that came meanwhile has 72 MiB for its stack and arena; two of them
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
 LAYOUTS = ("block-first", "layer-first")
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, comes_down, random_bytes, run_python
+from conftest import AT_ONCE, PATIENCE, SANITIZED, Buffer, Gate, comes_down, random_bytes, run_python
 from processes import Failed, Process, no_more_files
-from test_leaks import leaks, sanitized
+from test_leaks import leaks
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -447,7 +447,7 @@ def test_closing_when_the_device_cannot_be_waited_for(device: kvswap.Device, own
 
 def test_closing_when_no_thread_can_be_started(device: kvswap.Device, device_name: str) -> None:
     """The work is waited for in one. It stays open then, and can be closed."""
-    if sanitized():
+    if SANITIZED:
         pytest.skip("a sanitizer needs room of its own")
     export = memory.export(device.alloc(MIB))
     with Process(f"device = kvswap.Device({device_name!r}); mapped = memory.open({hex_of(export)})") as other:
@@ -591,7 +591,7 @@ def test_exporting_and_freeing_leaks_no_memory(device: kvswap.Device) -> None:
 
 def test_calls_leak_nothing(device: kvswap.Device, owner: Process, buffer: Buffer) -> None:
     """As test_leaks looks at all other calls, right ones and wrong ones."""
-    if sanitized():
+    if SANITIZED:
         pytest.skip("a sanitizer keeps what is freed")
 
     def calls() -> None:

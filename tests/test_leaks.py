@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Cache
+from conftest import PATIENCE, SANITIZED, Cache
 from test_bindings import Dlpack, Interface, Torchlike
 
 import kvswap
@@ -617,15 +617,9 @@ def tools(session_device: kvswap.Device) -> Iterator[Tools]:
     session_device.synchronize(PATIENCE)
 
 
-def sanitized() -> bool:
-    """Under a sanitizer malloc keeps what is freed, in quarantine."""
-    with open("/proc/self/maps") as maps:
-        return any("libasan" in line or "libtsan" in line for line in maps)
-
-
 @pytest.mark.parametrize("name", [*TABLE, *MORE])
 def test_leaks(device: kvswap.Device, tools: Tools, name: str) -> None:
-    if sanitized():
+    if SANITIZED:
         pytest.skip("a sanitizer keeps what is freed")
     row = TABLE.get(name) or MORE[name]
     assert leaks(device, lambda: row(tools)) == {}
@@ -665,7 +659,7 @@ def test_no_call_keeps_its_device(device: kvswap.Device) -> None:
 
 def test_a_leak_would_be_found(device: kvswap.Device) -> None:
     """The measurement itself: kept objects and kept bytes of C show."""
-    if sanitized():
+    if SANITIZED:
         pytest.skip("a sanitizer keeps what is freed")
     kept: list[Any] = []
     events: list[Any] = []

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, comes_down
+from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Buffer, comes_down
 from disks import cannot
 from processes import no_more_files
 
@@ -31,7 +31,6 @@ from kvswap.memory import SharedPool
 FOLDER = Path("/dev/shm")
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
 VERSION_AT, PID_AT, START_AT, SPACE_AT, GENERATION_AT, BLOCKS_AT, WORDS_AT = 8, 16, 24, 32, 40, 48, 80
 
 if not FOLDER.is_dir():
