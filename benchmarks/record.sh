@@ -146,7 +146,7 @@ calibrated() {
 
 bench() {
   calibrated >/dev/null
-  run 500 kvswap bench --plot "$out/bench.png" >"$out/bench.txt" 2>&1
+  run 500 kvswap bench >"$out/bench.txt" 2>&1
   cat "$out/bench.txt"
 }
 
@@ -154,7 +154,7 @@ regret() {
   {
     section "kvswap calibrate" calibrated
     for seed in ${SEEDS:-5 21}; do
-      section "kvswap bench --regret --seed $seed" run 150 kvswap bench --regret --seed "$seed"
+      section "kvbench regret --seed $seed" env PYTHONPATH=benchmarks timeout 150 python3 -m kvbench regret --seed "$seed"
     done
   } >"$out/regret.txt"
   tail -n 40 "$out/regret.txt"
@@ -235,7 +235,7 @@ peers() {
 
 # vLLM's job queue.
 handlers() {
-  run 400 kvswap bench --handlers >"$out/handlers.txt" 2>&1
+  PYTHONPATH=benchmarks timeout 400 python3 -m kvbench handlers >"$out/handlers.txt" 2>&1
   cat "$out/handlers.txt"
 }
 

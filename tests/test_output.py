@@ -13,13 +13,11 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
 from kvswap import cli
-from kvswap.bench import regret, table
 from kvswap.bench.report import Rows, Table
 from kvswap.commands import parser
 from kvswap.commands.output import Output, document
@@ -127,19 +125,17 @@ def test_a_table_that_is_too_wide_is_narrow() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--load", "stream", "--seconds", "0.05", "--pairs", "1"], ["--handlers"]], ids=str
-)
+@pytest.mark.parametrize("options", [[], ["--load", "stream", "--seconds", "0.05", "--pairs", "1"]], ids=str)
 def test_the_tables_of_bench_fit_80_columns(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    only = [] if "--handlers" in options else ["--method", "auto", "--shape", "64x32k", "--bytes", "4MiB"]
+    only = ["--method", "auto", "--shape", "64x32k", "--bytes", "4MiB"]
     assert cli.main(["bench", "--quick", "--device", "host:0", *options, *only]) == 0
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     method = next(number for number, line in enumerate(lines) if line.startswith("method"))
-    assert any(line.startswith(("auto ", "kvswap ")) for line in lines[method:])
+    assert any(line.startswith("auto ") for line in lines[method:])
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
@@ -192,8 +188,6 @@ BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "1", "--shape", "6
         ),
         ("`bench`", [*SMALL_BENCH, "--shape", "run", "--method", "auto"]),
         ("`bench`", [*SMALL_BENCH, *BESIDE]),
-        ("`bench`", [*SMALL_BENCH, "--regret", "--draws", "2"]),
-        ("`bench`", ["bench", "--quick", "--device", "host:0", "--handlers"]),
         ("`bench`", [*SMALL_BENCH, "--list"]),
         ("`calibrate`", ["calibrate", "--device", "host:0", "--show"]),
         ("`files`", ["files", "stat", "D"]),
@@ -231,48 +225,20 @@ def test_the_exit_statuses_are_documented() -> None:
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 
-def row(method: str, size: int, gbps: float | None) -> table.Row:
-    figures = None if gbps is None else SimpleNamespace(device_gbps=gbps, gbps=0.0)
-    return table.Row("k", "run", 1, size, 1, "D2H", method, size, figures)  # type: ignore[arg-type]
-
-
-def test_a_plot_has_few_lines_and_auto_in_front() -> None:
-    from kvswap.bench.plot import lines_of
-
-    methods = ("auto", "dma", "strided", "burst", "kernel", "high", "loop", "batch", "numpy")
-    cases = [(number, method, size) for number, method in enumerate(methods) for size in (1024, 2048)]
-    rows = [row(method, size, number + size / 1024) for number, method, size in cases]
-    rows += [row("torch", 1024, None), row("warp", 2048, 99.0)]
-    lines = lines_of(rows, few=True)
-    assert list(lines) == ["dma", "strided", "burst", "kernel", "fastest by hand", "auto"]
-    assert lines["fastest by hand"] == {1024: 9.0, 2048: 99.0} and lines["auto"] == {1024: 1.0, 2048: 2.0}
-    assert list(lines_of(rows, few=False))[-1] == "auto" and "torch" not in lines_of(rows, few=False)
-
-
-def test_no_label_without_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every axis and figure of the plots."""
+def test_no_label_without_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     figure_type = pytest.importorskip("matplotlib.figure", reason=f"matplotlib {WITHOUT}").Figure
     figures = []
     monkeypatch.setattr(figure_type, "savefig", lambda figure, path: figures.append(figure))
-    from kvswap.bench import plot
-    from kvswap.replay import plot as replay_plot
+    from kvswap.replay import plot
     from kvswap.replay.report import Moves, Report
 
-    rows = [row(method, size, 1.0) for method in ("auto", "dma") for size in (1024, 2048)] + [row("warp", 1024, None)]
-    plot.draw(table.Result("0", "host:0", "h", 0, ceilings_gbps={"D2H": 2.0}, rows=rows), "x.png")
-    (legend,) = figures[-1].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["auto", "dma", "one bare copy"]
-    lines = {line.get_label(): line for line in figures[-1].axes[0].lines}
-    assert lines["auto"].get_zorder() > lines["dma"].get_zorder()
     report = Report("t", "host:0", "h", "g", 1024, 1024, 4, 4, 1, 0, "auto", 3)
     report.history = [(0.1, 1, 0, 0, 2), (0.2, 1, 0, 0, 1)]
     report.loads = Moves(seconds=[0.1, 0.2])
-    replay_plot.draw(report, "x.png")
-    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figures[-1].axes]
+    plot.draw(report, "x.png")
+    (figure,) = figures
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
     assert labels == [["computed", "GPU tier"], ["host to GPU (H2D)"]]
-    result = regret.Result("0", "host:0", "h", 0, draws=2, rows=[SimpleNamespace(ratio=r, choice=r) for r in (0.9, 1)])
-    plot.draw(result, "x.png")
-    assert figures[-1].axes[0].lines[1].get_label() == "auto"
 
 
 # -- completion -------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_the_header_is_shipped() -> None:
 LISTS_OF_PATHS = [  # where users and developers look for them
     *("docs/paths.md", "docs/concepts.md", "docs/configuration.md", "docs/calibration.md", "docs/glossary.md"),
     *("csrc/py/options.h", "csrc/py/transfer.c", "benchmarks/cost_table.py"),
-    *("kvswap/_devices.py", "kvswap/bench/methods.py", "kvswap/bench/plot.py"),
+    *("kvswap/_devices.py", "kvswap/bench/methods.py", "benchmarks/kvbench/plot.py"),
 ]
 
 

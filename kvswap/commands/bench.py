@@ -1,9 +1,8 @@
-"""`kvswap bench`: the table of all paths, copies beside a load, path auto against the others, and vLLM's job queue."""
+"""`kvswap bench`: the table of all paths, and copies beside a load."""
 
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,9 +19,7 @@ from .parser import (
     add_device,
     add_json,
     add_names,
-    add_plot,
     complain,
-    count,
     duration,
     open_device,
     positive,
@@ -31,16 +28,13 @@ from .parser import (
 
 if TYPE_CHECKING:
     from kvswap import _C
-    from kvswap.bench import handlers, table
-    from kvswap.bench.plot import Result
+    from kvswap.bench import beside, table
 
 # Options that only some of the measurements have.
 _FEW_BYTES = 1024  # of a block: fewer make millions of copies a case, and may be a number whose unit was left out
 _OPTIONS = {
     "the table": ("repeats", "shape", "size", "direction"),
     "--load": ("pairs", "seconds", "shape", "size", "direction"),
-    "--regret": ("draws", "seed"),
-    "--handlers": ("repeats", "pairs", "seconds", "direction"),
 }
 
 
@@ -59,10 +53,6 @@ def add(commands: Commands[Parser]) -> None:
     what.add_argument(
         "--load", choices=KINDS, metavar="LOAD", help=f"copies beside a load, and its slow-down: {', '.join(KINDS)}"
     )
-    what.add_argument(
-        "--regret", action="store_true", help="shapes drawn at random: how far auto is from the best path"
-    )
-    what.add_argument("--handlers", action="store_true", help="vLLM's job queue, by kvswap and by vLLM's ways")
     what.add_argument("--list", action="store_true", help="list the cases of the table, and measure nothing")
     only = parser.add_argument_group("which part of it (each may be given again)")
     add_names(only, "--shape", FAMILIES | LAYOUTS, "shapes (default with --load: from 64x32k on)")
@@ -76,16 +66,13 @@ def add(commands: Commands[Parser]) -> None:
         "--bytes",
         type=some_size,
         metavar="SIZE",
-        help="bytes of a case (default 1GiB on a GPU, 256MiB with --load and --regret; less on a host device)",
+        help="bytes of a case (default 1GiB on a GPU, 256MiB with --load; less on a host device)",
     )
     much.add_argument("--repeats", type=positive, metavar="N", help="repeats of a case; the median counts (default 3)")
     much.add_argument("--pairs", type=positive, metavar="N", help="--load: windows with copies (default 6)")
     much.add_argument("--seconds", type=duration, metavar="S", help="--load: length of a window (default 0.2)")
-    much.add_argument("--draws", type=positive, metavar="N", help="--regret: number of shapes (default 200)")
-    much.add_argument("--seed", type=count, metavar="N", help="--regret: seed of the shapes (default: a random one)")
     results = parser.add_argument_group("results")
     add_json(results)
-    add_plot(results)
     parser.set_defaults(run=_run)
 
 
@@ -105,59 +92,31 @@ def _run(args: argparse.Namespace) -> int:
         finally:
             progress.clear()
         out.write(result.to_dict())
-    if args.plot is not None:
-        from kvswap.bench import plot
-
-        plot.draw(result, args.plot)
     return EXIT_OK
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuses what does not go together before a device is opened, and long before a plot is drawn."""
-    what = "--load" if args.load else "--regret" if args.regret else "--handlers" if args.handlers else "the table"
+    """Refuses what does not go together before a device is opened."""
+    what = "--load" if args.load else "the table"
     for option in sorted({option for options in _OPTIONS.values() for option in options}):
         if getattr(args, option) is not None and option not in _OPTIONS[what]:
             owners = " and ".join(owner for owner, options in _OPTIONS.items() if option in options)
             raise UsageError(f"--{option} is for {owners}, not for {what}")
-    if args.handlers and (args.method or args.bytes or args.plot):
-        raise UsageError("--handlers has methods and sizes of its own, and no plot")
     for few in (size for size in args.size or () if size < _FEW_BYTES and not args.list):
         complain(f"--size {few} is {few} bytes a block: a case may take minutes; {few}KiB would be {few << 10:,}")
-    if args.plot is not None:
-        from kvswap.replay import plot
-
-        plot.require(args.plot)
 
 
 def _measurement(
     args: argparse.Namespace, device: _C.Device, progress: Progress
-) -> Callable[[Callable[[str], None]], Result]:
-    from kvswap.bench import beside, handlers, regret, table
+) -> Callable[[Callable[[str], None]], beside.Result | table.Result]:
+    from kvswap.bench import beside, table
 
-    if args.handlers:
-        return partial(handlers.run, _handlers_plan(args, device))
+    if not args.load:
+        return partial(table.run, _table_plan(args, device))
     common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
-    if args.load:
-        where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
-        load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)
-        return partial(beside.run, load, progress=progress)
-    if args.regret:
-        seed = secrets.randbits(32) if args.seed is None else args.seed
-        return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common), progress=progress)
-    return partial(table.run, _table_plan(args, device))
-
-
-def _handlers_plan(args: argparse.Namespace, device: _C.Device) -> handlers.Plan:
-    from kvswap.bench import handlers
-
-    return handlers.plan(
-        device,
-        quick=args.quick,
-        repeats=args.repeats,
-        pairs=args.pairs,
-        seconds=args.seconds,
-        directions=args.direction,
-    )
+    where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
+    load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)
+    return partial(beside.run, load, progress=progress)
 
 
 def _table_plan(args: argparse.Namespace, device: _C.Device) -> table.Plan:

@@ -1,4 +1,4 @@
-"""Plots of the results. Needs matplotlib, an optional extra: kvswap.replay.plot.require() checks before a run.
+"""Draws a JSON document of `kvswap bench`, `kvswap bench --load` or `kvbench regret`. Needs matplotlib.
 
 Path auto is drawn last, so in front, and thick. Where a result has many methods, all those by hand become one line: the
 fastest of them at each size.
@@ -7,20 +7,19 @@ fastest of them at each size.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from kvswap._rig import PATHS
+from kvswap.bench.methods import METHODS
+from kvswap.bench.shapes import FAMILIES, LAYOUTS
 from kvswap.replay.units import format_size
 
-from . import beside, handlers, regret, table
-from .methods import METHODS
-from .shapes import FAMILIES, LAYOUTS
-
-Result: TypeAlias = table.Result | beside.Result | regret.Result | handlers.Result
+from . import regret
 
 _MOST_LINES = 6
 _WAYS = {"D2H": "GPU to host (D2H)", "H2D": "host to GPU (H2D)", "both": "both directions at once"}
@@ -41,24 +40,26 @@ _OTHER_COLOURS = ("#6b6b6b", "#9c9c9c", "#3f3f3f", "#bab0ac", "#7f7f7f", "#56565
 _MARKERS = "os^Dvp<>XPh*"
 
 
-def draw(result: Result, path: str | Path) -> None:
+class Fields(dict[str, Any]):
+    """An object of the document: its values as attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def draw(document: Path, picture: Path) -> None:
     """GB/s by block size, the slow-down of a load, or auto beside the best path."""
-    figure_type = importlib.import_module("matplotlib.figure").Figure
-    if isinstance(result, table.Result):
-        figure = _table(figure_type, result)
-    elif isinstance(result, beside.Result):
-        figure = _beside(figure_type, result)
-    elif isinstance(result, regret.Result):
-        figure = _regret(figure_type, result)
-    else:
-        raise TypeError("a result of --handlers has no plot")
-    figure.savefig(path)
+    result = json.loads(document.read_text(encoding="utf-8"), object_hook=Fields)
+    plots = {"table": _table, "beside a load": _beside, "regret": _regret}
+    if result.what not in plots:
+        raise ValueError(f"{document}: a result of {result.what} has no plot")
+    plots[result.what](importlib.import_module("matplotlib.figure").Figure, result).savefig(picture)
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def lines_of(rows: Sequence[table.Row], *, few: bool) -> dict[str, dict[int, float]]:
+def lines_of(rows: Sequence[Fields], *, few: bool) -> dict[str, dict[int, float]]:
     """GB/s by method and block size, auto last. few: the paths, and the fastest of the methods by hand."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -78,7 +79,7 @@ def lines_of(rows: Sequence[table.Row], *, few: bool) -> dict[str, dict[int, flo
     return found
 
 
-def _table(figure_type: Any, result: table.Result) -> Any:
+def _table(figure_type: Any, result: Fields) -> Any:
     """A plot a family and direction: lines over the block sizes, or bars where there is one size."""
     plots = list(dict.fromkeys((row.family, row.direction) for row in result.rows))
     height = -(-len(plots) // 2)
@@ -128,7 +129,7 @@ def _style(method: str) -> dict[str, Any]:
 # -- beside a load ----------------------------------------------------------------------------------------------------
 
 
-def _beside(figure_type: Any, result: beside.Result) -> Any:
+def _beside(figure_type: Any, result: Fields) -> Any:
     """For each direction the load's slow-down above, with the median's interval, and the copies' speed below."""
     ways = list(dict.fromkeys(row.direction for row in result.rows))
     figure = figure_type(figsize=(6.5 * len(ways), 7), layout="constrained")
@@ -162,19 +163,19 @@ def _beside(figure_type: Any, result: beside.Result) -> Any:
     return figure
 
 
-def _layout(row: beside.Row) -> str:
+def _layout(row: Fields) -> str:
     return row.layout if row.layout in LAYOUTS else f"{row.layout}, {format_size(row.block_nbytes)}"
 
 
 # -- regret -----------------------------------------------------------------------------------------------------------
 
 
-def _regret(figure_type: Any, result: regret.Result) -> Any:
+def _regret(figure_type: Any, result: Fields) -> Any:
     """The shapes from the worst to the best."""
     figure = figure_type(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     share = 100 * np.arange(1, len(result.rows) + 1) / len(result.rows)
-    chosen, auto = (100 * np.sort([getattr(row, name) for row in result.rows]) for name in ("choice", "ratio"))
+    chosen, auto = (100 * np.sort([row[name] for row in result.rows]) for name in ("choice", "ratio"))
     axes.plot(share, chosen, color=_COLOURS["dma"], linewidth=1.2, label="the path that auto took, asked for by name")
     axes.plot(share, auto, color=_COLOURS["auto"], linewidth=3, zorder=5, label="auto")
     goal = f"goal: {regret.GOAL_NEAR:.0%} of the best in {regret.GOAL_SHARE:.0%} of the shapes"

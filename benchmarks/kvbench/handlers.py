@@ -1,4 +1,4 @@
-"""`kvswap bench --handlers`: vLLM's job queue on kvswap and in vLLM's own ways, on caches of models.
+"""`kvbench handlers`: vLLM's job queue on kvswap and in vLLM's own ways, on caches of models.
 
 A job is what vLLM's connector submits: scattered GPU blocks and scattered chunks of the host. For every method the
 measured call contains the whole submission: from ids to addresses, and to work on a stream.
@@ -16,19 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvswap import _C, Direction
+from kvswap.bench import with_torch
+from kvswap.bench.beside import _run_alone, _run_both, _warm_up
+from kvswap.bench.loads import Load, load_for
+from kvswap.bench.measure import Figures, Job, Lab, opened, refusals
+from kvswap.bench.methods import ByHand, NotMeasured, Pending, Submit
+from kvswap.bench.report import Cell, Document, Rows, Table, document
+from kvswap.bench.shapes import SPREAD, WAIT_LIMIT, Ids, Words
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 from kvswap.offload import Job as OffloadJob
 from kvswap.replay.check import WrongBytes
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
-
-from . import with_torch
-from .beside import _run_alone, _run_both, _warm_up
-from .loads import Load, load_for
-from .measure import Figures, Job, Lab, opened, refusals
-from .methods import ByHand, NotMeasured, Pending, Submit
-from .report import Cell, Document, Rows, Table, document
-from .shapes import SPREAD, WAIT_LIMIT, Ids, Words
 
 _SEED = 1
 _TRITON_BELOW = 28 << 10  # bytes of a page: vLLM's own limit

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from kvswap import _C
+from kvswap.bench.measure import Lab, opened, refusals
+from kvswap.bench.methods import METHODS, NotMeasured, paths
+from kvswap.bench.report import Document, Table, document
+from kvswap.bench.shapes import Shape, host_nbytes
+from kvswap.bench.table import DIRECTIONS, check_room
 from kvswap.replay.progress import Progress
 from kvswap.replay.units import format_size
-
-from .measure import Lab, opened, refusals
-from .methods import METHODS, NotMeasured, paths
-from .report import Document, Table, document
-from .shapes import Shape, host_nbytes
-from .table import DIRECTIONS, check_room
 
 GOAL_NEAR, GOAL_SHARE, GOAL_LEAST = 0.95, 0.97, 0.90
 _SMALLEST, _LARGEST = 1 << 10, 2 << 20  # bytes a block
