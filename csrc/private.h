@@ -62,6 +62,12 @@ uint64_t kvs_engine_ended(const struct kvs_engine *engine);
 void kvs_engine_uncount_full(struct kvs_engine *engine); /* the caller waits for room: its last refusal is none */
 int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t timeout_ns, struct kvs_error *err);
 
+/* -- calls/swap.c -------------------------------------------------------------------------------------------------- */
+
+/* Which way a copy from src to dst goes, by the memory that they lie in. KVS_OTHER_DIRECTION: within one kind. */
+int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst, enum kvs_direction *direction,
+                          struct kvs_error *err);
+
 /* -- paths/slots.c ------------------------------------------------------------------------------------------------- */
 
 /* Why path burst is off, or has less memory than wanted; empty: neither. */

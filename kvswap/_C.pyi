@@ -898,6 +898,9 @@ def swap_cache_all_layers_async(
     All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
+def _is_onboard(src: Address, dst: Address, device: DeviceLike | None, /) -> bool:
+    """Whether a copy from src to dst goes from host memory to the device's. device None: that of the pointers."""
+
 def move_blocks(
     src: Pool | Sequence[Pool],
     dst: Pool | Sequence[Pool],

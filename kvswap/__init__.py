@@ -1,7 +1,7 @@
 """Moves paged KV-cache blocks between GPU and host memory.
 
-Importing opens no device, starts no thread and makes no CUDA context. Most engines want one call:
-``help(kvswap.swap_cache_all_layers_async)``. ``kvswap.devices()`` shows what this machine has.
+Importing opens no device, starts no thread and makes no CUDA context. Most want one call: ``help(kvswap.copy_blocks)``.
+``kvswap.devices()`` shows what this machine has.
 """
 
 import os
@@ -37,6 +37,7 @@ except ModuleNotFoundError as error:
         f"{os.path.dirname(os.path.abspath(__file__))} is kvswap's source tree, without the compiled part: "
         "start Python in another folder, or build it in place with `pip install -e .`"
     ) from None
+from kvswap._copy import copy_blocks
 from kvswap._devices import DeviceInfo, devices
 from kvswap._switches import switch
 
@@ -54,6 +55,7 @@ __all__ = [
     "Stream",
     "Transfer",
     "__version__",
+    "copy_blocks",
     "devices",
     "get_include",
     "move_blocks",

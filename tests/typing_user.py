@@ -51,6 +51,10 @@ def right(
     kvswap.swap_cache_all_layers(
         np.array([1 << 40]), [0x7F0000000000], 1024, 8, 8, ids.astype(np.int32), (1, 2, 3, 4), 0, stream=TorchStream()
     )
+    assert_type(
+        kvswap.copy_blocks(gpu, [cpu], ids, [1, 2, 3, 4], stream=TorchStream(), layer_events=True), kvswap.Transfer
+    )
+    kvswap.copy_blocks((Tensor(), CudaArray()), [cpu, bytearray(8)], CudaArray(), ids)
     kvswap.swap_cache_per_layer(gpu, cpu.ctypes.data, 1024, 8, 8, ids, ids, 1, device=0, stream=0)
     kvswap.swap_cache_per_layer(Tensor(), bytearray(8), 1024, 8, 8, ids, ids, 1, device=TorchDevice(), path="burst")
     transfer = kvswap.swap_blocks_batch([gpu], [cpu], 1024, after=kvswap.Event(device), device="cuda:0")

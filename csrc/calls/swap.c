@@ -376,6 +376,15 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
   return KVS_OTHER_DIRECTION;
 }
 
+int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst, enum kvs_direction *direction,
+                          struct kvs_error *err) {
+  struct kvs_region from, to;
+  int status = kvs_dev_pointer_query(engine->device, src, &from, err);
+  if (!status) status = kvs_dev_pointer_query(engine->device, dst, &to, err);
+  if (!status) *direction = kvs_direction_of(&from, &to);
+  return status;
+}
+
 static int cover_each(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
                       struct kvs_error *err) {
   const struct kvs_copies *copies = &scratch->copies;

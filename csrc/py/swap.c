@@ -329,6 +329,28 @@ FUNCTION(swap_cache_per_layer_async, layer_names, CACHE, 8, false, false, false,
 FUNCTION(swap_cache_all_layers, layers_names, CACHE, 8, true, true, false, read_cache, submit_cache)
 FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true, read_cache, submit_cache)
 
+/* -- copy_blocks() ------------------------------------------------------------------------------------------------- */
+
+/* Whether a copy from src to dst, addresses or tensors, goes from host memory to the device's. */
+static PyObject *is_onboard(PyObject *module, PyObject *args) {
+  struct kvs_py_state *state = PyModule_GetState(module);
+  PyObject *src, *dst, *device;
+  struct kvs_py_address from, to;
+  enum kvs_direction direction = KVS_OTHER_DIRECTION;
+  struct kvs_error err = {0};
+  if (!PyArg_ParseTuple(args, "OOO", &src, &dst, &device) ||
+      kvs_py_read_address(state, src, "src", -1, false, NULL, &from) < 0 ||
+      kvs_py_read_address(state, dst, "dst", -1, false, NULL, &to) < 0)
+    return NULL;
+  const uint64_t ptrs[2] = {from.ptr, to.ptr};
+  bool given = kvs_py_given(device);
+  struct kvs_engine *engine = given ? kvs_py_engine_from(state, device) : kvs_py_engine_of(state, ptrs, 2);
+  if (engine == NULL) return NULL;
+  int rc = kvs_direction_between(engine, from.ptr, to.ptr, &direction, &err);
+  kvs_engine_unref(engine);
+  return rc == KVS_OK ? PyBool_FromLong(direction == KVS_H2D) : kvs_py_raise(state, &err);
+}
+
 /* -- docs ---------------------------------------------------------------------------------------------------------- */
 
 #define COMMON_SIGNATURE "stream=None, after=(), device=None, path='auto', priority=None, max_ctas=None, pace_gbps=None"
@@ -382,8 +404,18 @@ PyDoc_STRVAR(
         "s") ", layer_events=False, after_layers=None" LAYERS_HEAD AT_ONCE LAYERS_DOC
              "A layer is one tensor of the lists; layers are copied in this order:\n" KVS_PY_LAYER_DOC TAIL_DOC);
 
+PyDoc_STRVAR(
+    is_onboard_doc,
+    "_is_onboard($module, src, dst, device, /)\n--\n\n"
+    "Whether a copy from src to dst goes from host memory to the device's. device None: that of the pointers.");
+
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {
-    ROW(swap_blocks_batch),     ROW(swap_cache_per_layer),        ROW(swap_cache_per_layer_async),
-    ROW(swap_cache_all_layers), ROW(swap_cache_all_layers_async), {NULL, NULL, 0, NULL},
+    ROW(swap_blocks_batch),
+    ROW(swap_cache_per_layer),
+    ROW(swap_cache_per_layer_async),
+    ROW(swap_cache_all_layers),
+    ROW(swap_cache_all_layers_async),
+    {"_is_onboard", is_onboard, METH_VARARGS, is_onboard_doc},
+    {NULL, NULL, 0, NULL},
 };

@@ -181,8 +181,37 @@ def one_layer(arguments: dict[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): int(value[0]) if key in single else value for key, value in arguments.items()}
 
 
+class Blocks:
+    """Blocks of one tensor, as torch has them: rows of bytes with a stride."""
+
+    def __init__(self, ptr: int, blocks: int, nbytes: int, stride: int) -> None:
+        self.ptr, self.shape, self.steps = ptr, (blocks, nbytes), (stride, 1)
+
+    def data_ptr(self) -> int:
+        return self.ptr
+
+    def element_size(self) -> int:
+        return 1
+
+    def stride(self) -> tuple[int, int]:
+        return self.steps
+
+
+def as_tensors(work: Work, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same for copy_blocks()."""
+    nbytes, sides = arguments["block_nbytes"], []
+    for side in ("gpu", "cpu"):
+        strides, blocks = arguments[f"{side}_stride"], arguments[f"num_{side}_blocks"]
+        rows = zip(arguments[f"{side}_ptrs"], nbytes, strides, strict=True)
+        sides.append(([Blocks(int(p), blocks, int(n), int(s)) for p, n, s in rows], arguments[f"{side}_block_ids"]))
+    (src, src_ids), (dst, dst_ids) = sides if work.direction == D2H else reversed(sides)
+    more = {key: arguments[key] for key in ("device", "layer_events", "after_layers") if key in arguments}
+    return {"src": src, "dst": dst, "src_ids": src_ids, "dst_ids": dst_ids, **more}
+
+
 @operation(
     24,
+    "copy_blocks",
     "swap_cache_all_layers_async",
     "swap_cache_per_layer_async",
     "Direction",
@@ -213,6 +242,8 @@ def swap(world: World) -> None:
         call, arguments = kvswap.swap_cache_per_layer_async, one_layer(arguments)
     else:
         call = kvswap.swap_cache_all_layers_async
+    if "gpu_ptrs" in arguments and cpu.side in ("cpu", "plain") and world.rng.random() < 0.3:
+        call, arguments = kvswap.copy_blocks, as_tensors(work, arguments)
     more = {"stream": stream, "lane": lane}
     world.submit(
         lambda: call(**arguments, after=after, **options), use_of(world, text, work, gpu, cpu, more, None, bad)

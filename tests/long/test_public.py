@@ -181,6 +181,20 @@ def swap_cache(w: World, me: Mine) -> None:
         me.check()
 
 
+@call("kvswap.copy_blocks")
+def copy_blocks(w: World, me: Mine) -> None:
+    gpu, cpu = me.ids(), me.rng.permutation(BLOCKS)
+    cpu, back = cpu[: len(gpu)], bool(me.rng.integers(2))
+    one, other = me.gpu.reshape(BLOCKS, -1), me.cpu.reshape(BLOCKS, -1)
+    sides = (other, one, cpu, gpu) if back else (one, other, gpu, cpu)
+    transfer = kvswap.copy_blocks(*sides, stream=me.of([None, me.of(w.streams)]), after=me.before, device=w.device)
+    if back:
+        me.model[0][gpu] = me.model[1][cpu]
+    else:
+        me.model[1][cpu] = me.model[0][gpu]
+    me.before = me.put(w.transfers, transfer)
+
+
 @call("kvswap.swap_blocks_batch")
 def swap_batch(w: World, me: Mine) -> None:
     gpu, cpu = me.ids(), me.rng.permutation(BLOCKS)

@@ -1,0 +1,161 @@
+"""copy_blocks(): sizes, counts, strides and direction are read from the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Buffer
+
+import kvswap
+from kvswap import testing
+
+FROM, TO = [3, 0, 5], [1, 6, 2]
+
+
+class Tensor:
+    """As torch's: strides count elements of two bytes."""
+
+    def __init__(self, buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
+        self.buffer, self.shape = buffer, shape
+        self.step = strides or tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        self.nbytes = 2 * prod(shape)
+        self.on_gpu = buffer.side == "gpu" and buffer.device.kind == "cuda"
+
+    def data_ptr(self) -> int:
+        return self.buffer.ptr
+
+    def element_size(self) -> int:
+        return 2
+
+    def stride(self) -> tuple[int, ...]:
+        return self.step
+
+    def is_contiguous(self) -> bool:
+        return self.step == tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+
+class Interface:
+    """An array that only has CUDA's or NumPy's interface."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        name = "__cuda_array_interface__" if tensor.on_gpu else "__array_interface__"
+        strides = None if tensor.is_contiguous() else tuple(2 * stride for stride in tensor.step)
+        interface = {"data": (tensor.data_ptr(), False), "shape": tensor.shape, "strides": strides, "typestr": "<u2"}
+        setattr(self, name, {**interface, "version": 3})
+
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {"torch": lambda tensor: tensor, "interface": Interface}
+
+
+@pytest.fixture(params=["D2H", "H2D"])
+def sides(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return ("gpu", "cpu") if request.param == "D2H" else ("cpu", "gpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_of_tensors(device: kvswap.Device, sides: tuple[str, str], kind: str) -> None:
+    """Tensors of other sizes and counts side by side; partners differ in shape, and only their blocks' bytes agree."""
+    shapes = [((8, 4, 16), (10, 64)), ((6, 256), (9, 2, 128))]
+    src = [Buffer(device, 2 * prod(shape), sides[0]) for shape, _ in shapes]
+    dst = [Buffer(device, 2 * prod(shape), sides[1]) for _, shape in shapes]
+    data = [buffer.randomise(7) for buffer in src]
+    froms = [KINDS[kind](Tensor(buffer, shape)) for buffer, (shape, _) in zip(src, shapes, strict=True)]
+    tos = [KINDS[kind](Tensor(buffer, shape)) for buffer, (_, shape) in zip(dst, shapes, strict=True)]
+    kvswap.copy_blocks(froms, tos, FROM, TO, device=device).wait(PATIENCE)
+    for i, (shape, partner) in enumerate(shapes):
+        expected = np.zeros((partner[0], 2 * prod(partner[1:])), np.uint8)
+        expected[TO] = data[i].reshape(shape[0], -1)[FROM]
+        assert (dst[i].get() == expected.ravel()).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_of_blocks_that_hold_all_layers(device: kvswap.Device, sides: tuple[str, str], kind: str) -> None:
+    """cache[:, layer]: other bytes lie between its blocks, on either side, and stay as they are."""
+    src, dst = Buffer(device, 8 * 4 * 64 * 2, sides[0]), Buffer(device, 8 * 64 * 2, sides[1])
+    data = src.randomise(3)
+    view, whole = Tensor(src, (8, 64), (4 * 64, 1)), Tensor(dst, (8, 2, 32))
+    kvswap.copy_blocks(KINDS[kind](view), KINDS[kind](whole), FROM, TO, device=device).wait(PATIENCE)
+    expected = np.zeros((8, 128), np.uint8)
+    expected[TO] = data.reshape(8, 4, 128)[FROM, 0]
+    assert (dst.get() == expected.ravel()).all()
+    kvswap.copy_blocks(KINDS[kind](whole), KINDS[kind](view), TO, [7, 6, 1], device=device).wait(PATIENCE)
+    after = data.reshape(8, 4, 128).copy()
+    after[[7, 6, 1], 0] = expected[TO]
+    assert (src.get() == after.ravel()).all()
+
+
+def test_numpy_arrays_need_no_device() -> None:
+    cache, pool = np.random.default_rng(1).integers(0, 255, (8, 3, 64), np.uint8), np.zeros((8, 64), np.uint8)
+    transfer = kvswap.copy_blocks(cache[:, 1], pool, np.array(FROM), np.array(TO))
+    transfer.wait(PATIENCE)
+    assert transfer.nbytes == 3 * 64
+    assert (pool[TO] == cache[FROM, 1]).all() and not pool[[0, 3, 4, 5, 7]].any()
+
+
+def test_one_block_and_none() -> None:
+    """The strides of a dimension of one mean nothing; without tensors or ids nothing moves."""
+    one = np.lib.stride_tricks.as_strided(np.arange(64, dtype=np.uint8), (1, 64), (1, 1))
+    other = np.zeros((1, 64), np.uint8)
+    kvswap.copy_blocks(one, other, [0], [0]).wait(PATIENCE)
+    assert (one == other).all()
+    assert kvswap.copy_blocks(one, other, [], []).nbytes == 0
+
+
+def test_tensors_are_held() -> None:
+    """Those with bytes between their blocks, too, which the core sees as an address alone."""
+    device = testing.deterministic_device(seed=1)
+    cache = np.full((8, 2, 4096), 7, np.uint8)
+    pool = np.zeros((8, 4096), np.uint8)
+    transfer = kvswap.copy_blocks(cache[:, 1].view(Freed), pool, FROM, TO, device=device)
+    del cache
+    assert not Freed.freed
+    transfer.wait(PATIENCE)
+    assert (pool[TO] == 7).all()
+
+
+class Freed(np.ndarray):  # type: ignore[type-arg]
+    freed = False
+
+    def __del__(self) -> None:
+        Freed.freed = True
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "error", "match"),
+    [
+        (
+            np.zeros((8, 64)),
+            np.zeros((8, 32)),
+            ValueError,
+            r"a block of src\[0\] has 512 bytes, and one of dst\[0\] 256",
+        ),
+        ([np.zeros((8, 64))] * 2, [np.zeros((8, 64))], ValueError, "src has 2 tensors and dst 1"),
+        (np.zeros(64), np.zeros((8, 8)), ValueError, r"src\[0\] has shape \(64,\): its first dimension must count"),
+        (np.zeros((8, 4, 6))[:, :, :2], np.zeros((8, 8)), ValueError, r"a block of src\[0\] is not in one piece"),
+        (np.zeros((4, 8)), np.zeros((8, 4)).T, ValueError, r"a block of dst\[0\] is not in one piece"),
+        (np.zeros((8, 4))[::-1], np.zeros((8, 4)), ValueError, r"the blocks of src\[0\] overlap"),
+        (0x7F0000000000, np.zeros((8, 4)), TypeError, "src is an address, which says no shape"),
+        (np.zeros((8, 4)), [None], TypeError, r"dst\[0\] must be a tensor, not NoneType"),
+        (np.zeros((8, 4)), [0x7F0000000000], TypeError, r"dst\[0\] must be a tensor, not int"),
+    ],
+)
+def test_what_is_no_tensor_of_blocks(src: Any, dst: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        kvswap.copy_blocks(src, dst, [0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_destination_that_is_read_only(view: bool) -> None:
+    target = np.zeros((8, 2, 64), np.uint8)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="is the destination and read-only"):
+        kvswap.copy_blocks(np.zeros((8, 64), np.uint8), target[:, 0] if view else target[0], [0], [0])
+
+
+def test_ids_that_are_out_of_range() -> None:
+    with pytest.raises(IndexError, match="8"):
+        kvswap.copy_blocks(np.zeros((9, 64), np.uint8), np.zeros((8, 64), np.uint8), [8], [8])
