@@ -101,7 +101,7 @@ int kvs_host_chunks_cut(struct kvs_host_pool *, uint64_t extent, uint64_t from, 
 int kvs_crew_hire(struct kvs_host_pool *, struct kvs_error *); /* start threads for all unpopulated chunks */
 void kvs_crew_dismiss(struct kvs_host_pool *);                 /* stop the threads and join them */
 
-/* shared_file.c: the file behind a shared pool. */
+/* segment.c: the file behind a shared pool. */
 struct kvs_shared_file {
   struct kvs_shared_file *next; /* list of the segments that this process owns */
   char path[128];
