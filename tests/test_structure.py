@@ -117,7 +117,7 @@ def test_the_layers_of_sources() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_length_of_files(path: Path) -> None:
     lines = path.read_text().splitlines()
-    assert len(lines) <= (220 if path.suffix in (".h", ".cuh") else 600)
+    assert len(lines) <= (220 if path.suffix in (".h", ".cuh") else 1000)
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix == ".c"], ids=lambda path: path.name)

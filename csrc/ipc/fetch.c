@@ -1,4 +1,6 @@
 /* Client that fetches the chunks of an export from the exporting process. serve.c describes the protocol. */
+#include "ipc/fetch.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
@@ -11,7 +13,6 @@
 #include "base/owner.h"
 #include "base/wait.h"
 #include "ipc/exchange.h"
-#include "ipc/serve.h"
 
 static int refuse(const struct kvs_export *from, const char *what, struct kvs_error *err) {
   const struct kvs_owner owner = {from->pid, from->start};

@@ -14,6 +14,7 @@
 
 #include "base/owner.h"
 #include "device/share.h"
+#include "ipc/fetch.h"
 #include "ipc/serve.h"
 #include "lanes/lane.h"
 #include "lanes/peer.h"
@@ -133,6 +134,17 @@ int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_expor
   if (status) return status;
   memset(made, 0, sizeof *made);
   sign(engine, KVS_EXPORT_EVENT, &handle, made);
+  return KVS_OK;
+}
+
+/* A bare driver handle, as engines put it in shared memory (FastDeploy's segments contain nothing else). */
+int kvs_export_from_handle(struct kvs_engine *engine, const unsigned char handle[64], uint64_t nbytes,
+                           struct kvs_export *made, struct kvs_error *err) {
+  if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "0 bytes of a handle cannot be opened");
+  *made = (struct kvs_export){.kind = KVS_EXPORT_HANDLE, .allocation_nbytes = nbytes, .nbytes = nbytes};
+  memcpy(made->uuid, engine->device->info.uuid, sizeof made->uuid);
+  memcpy(made->device, engine->name, sizeof made->device);
+  memcpy(made->handle, handle, sizeof made->handle);
   return KVS_OK;
 }
 

@@ -12,12 +12,4 @@ struct kvs_server;
 int kvs_server_start(struct kvs_engine *, const struct kvs_chunks *, struct kvs_export *, struct kvs_server **,
                      struct kvs_error *);
 
-/* The client: fetches all chunks of an export into one range of `engine`. Start, wait (again after KVS_TIMEOUT),
- * drop. */
-struct kvs_fetch;
-/* fetch.c */
-int kvs_fetch_start(struct kvs_engine *, const struct kvs_export *, struct kvs_fetch **, struct kvs_error *);
-int kvs_fetch_wait(struct kvs_fetch *, int64_t timeout_ns, struct kvs_range **, struct kvs_error *);
-void kvs_fetch_drop(struct kvs_fetch *);
-
 #endif

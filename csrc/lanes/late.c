@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "lanes/read_ids.h"
 #include "lanes/registry.h"
-#include "lanes/settle.h"
 #include "lanes/transfer.h"
 #include "racecheck/racecheck.h"
 

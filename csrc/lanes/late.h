@@ -1,8 +1,7 @@
-/* What is known of a transfer only once its device work has ended: ids that a kernel has read (struct kvs_read_ids),
- * and, between pools, which blocks failed and what that means for the slots (struct kvs_late). For the core's own files
- * only.
+/* What is known of a transfer between pools only once its device work has ended: which blocks failed, and what that
+ * means for the slots (struct kvs_late). For the core's own files only.
  *
- * Between pools, failures of earlier transfers decide which blocks are lost, and the records of slots (pool.h) are
+ * Between pools, failures of earlier transfers decide which blocks are lost, and the records of slots (failure.h) are
  * written in the order of submission. While the slots of one transfer are not known, neither are the records, so each
  * later transfer that uses one of its pools is settled late too. engine->late holds them in order of submission. Those
  * whose device work has ended are settled in that order:
@@ -15,7 +14,7 @@
 #ifndef KVS_LATE_H
 #define KVS_LATE_H
 
-#include "lanes/settle.h"
+#include "lanes/failure.h"
 
 struct kvs_race_access;
 

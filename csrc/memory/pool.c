@@ -1,4 +1,6 @@
 /* Pools: checked layouts in known memory, their hazard tables, and the failure records of their slots. */
+#include "memory/pool.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -92,13 +94,6 @@ static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
   }
   pthread_mutex_unlock(&engine->memory_lock);
   return status;
-}
-
-void kvs_pools_close_locked(struct kvs_engine *engine, const struct kvs_region *region) {
-  for (struct kvs_pool *pool = engine->pools; pool; pool = pool->next)
-    if (pool->layout.ptr < region->base + region->nbytes &&
-        region->base < pool->layout.ptr + kvs_layout_extent(&pool->layout))
-      atomic_store(&pool->closed, true);
 }
 
 int kvs_pool_check_open(const struct kvs_pool *pool, struct kvs_error *err) {

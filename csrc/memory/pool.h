@@ -1,11 +1,8 @@
-/* Pools, and the tables of hazards that they share. */
+/* The tables of hazards that pools share. kvswap_pool.h has the pools. */
 #ifndef KVS_POOL_H
 #define KVS_POOL_H
 
 #include "lanes/state.h"
-
-/* Close the pools in that memory. Under memory_lock. */
-void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
 
 /* All under the engine's hazard_lock. */
 /* A table of untouched slots. */

@@ -10,7 +10,7 @@
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/state.h"
-#include "memory/pool.h"
+#include "plan/layout.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t ended;
@@ -85,10 +85,17 @@ static void find(struct devices *devices, struct kvs_engine *own) {
   add(devices, own);
 }
 
+static void close_pools_locked(struct kvs_engine *engine, const struct kvs_region *region) {
+  for (struct kvs_pool *pool = engine->pools; pool; pool = pool->next)
+    if (pool->layout.ptr < region->base + region->nbytes &&
+        region->base < pool->layout.ptr + kvs_layout_extent(&pool->layout))
+      atomic_store(&pool->closed, true);
+}
+
 static void close_pools(const struct devices *devices, const struct kvs_region *region) {
   for (size_t i = 0; i < devices->count; i++) {
     pthread_mutex_lock(&devices->items[i]->memory_lock);
-    kvs_pools_close_locked(devices->items[i], region);
+    close_pools_locked(devices->items[i], region);
     pthread_mutex_unlock(&devices->items[i]->memory_lock);
   }
 }

@@ -16,7 +16,7 @@
 #include "lanes/late.h"
 #include "lanes/order.h"
 #include "lanes/peer.h"
-#include "lanes/settle.h"
+#include "lanes/read_ids.h"
 #include "lanes/transfer.h"
 #include "memory/watch.h"
 #include "paths/choose.h"

@@ -7,6 +7,7 @@
 #include "device/hooks.h"
 #include "lanes/buffers.h"
 #include "lanes/late.h"
+#include "lanes/read_ids.h"
 #include "paths/copies.h"
 #include "racecheck/racecheck.h"
 
