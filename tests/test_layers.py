@@ -41,7 +41,6 @@ RINGS = [
     {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
     {"files/gds.c", "files/gds_worker.c"},
     {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
-    {f"hostpool/{name}.c" for name in ("hostpool", "hostpool_resize", "populate", "segment")},
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {

@@ -72,14 +72,4 @@ struct kvs_file_metrics {
 /* The open stores of this process. Writes up to `capacity`, returns their number. */
 size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity);
 
-struct kvs_host_pool_metrics {
-  char device[32];
-  bool shared, pinned;
-  int state; /* enum kvs_host_pool_state */
-  uint64_t num_blocks, nbytes, populated_nbytes;
-};
-/* hostpool/hostpool.c */
-/* The host pools of this process, shared ones too. Writes up to `capacity`, returns their number. */
-size_t kvs_host_pools_get_metrics(struct kvs_host_pool_metrics *pools, size_t capacity);
-
 #endif

@@ -1,17 +1,19 @@
-/* Host pools: geometry, mapping, opening and closing. populate.c has the threads, hostpool_resize.c growing and
- * shrinking. */
+/* Host pools: opening and closing, chunks, growing and shrinking. map.c has their memory, populate.c the threads.
+ *
+ * No crew runs during a resize, but other calls read the table of chunks, so the table changes under the lock. */
 #include "hostpool/hostpool.h"
 
 #include <errno.h>
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/wait.h"
-#include "engine/metrics.h"
-#include "hostpool/budget.h"
+#include "hostpool/map.h"
+#include "hostpool/metrics.h"
+#include "hostpool/populate.h"
+#include "hostpool/segment.h"
 #include "lanes/lane.h"
 #include "lanes/peer.h"
 #include "memory/reclaim.h"
@@ -20,24 +22,6 @@
 /* -- geometry -------------------------------------------------------------------------------------------------- */
 
 static bool room_apart(const struct kvs_host_pool_options *o) { return o->layer_first && o->max_blocks; }
-
-uint64_t kvs_host_pool_most(const struct kvs_host_pool *pool) {
-  return pool->asked.max_blocks ? pool->asked.max_blocks : pool->asked.num_blocks;
-}
-
-/* Units that so many blocks take in one extent. */
-uint64_t kvs_host_pool_units(const struct kvs_host_pool *pool, uint64_t blocks) {
-  return pool->extents == 1 && pool->asked.layer_first ? blocks * pool->asked.layers : blocks;
-}
-
-/* Bytes that so many blocks take in one extent, in whole pages. */
-uint64_t kvs_host_pool_used(const struct kvs_host_pool *pool, uint64_t blocks) {
-  return kvs_round_up(kvs_host_pool_units(pool, blocks) * pool->unit, kvs_page_nbytes(pool->pages));
-}
-
-uint64_t kvs_host_pool_room(const struct kvs_host_pool *pool) {
-  return (pool->extents - 1) * pool->extent_pitch + kvs_host_pool_used(pool, kvs_host_pool_most(pool));
-}
 
 static uint64_t layer_pitch(const struct kvs_host_pool *pool) {
   if (!pool->asked.layer_first) return pool->layer_nbytes;
@@ -86,64 +70,6 @@ static int check_node(const struct kvs_host_pool_options *asked, struct kvs_erro
                : kvs_fail(err, KVS_INVALID, "numa is %d: this machine has no such node with memory", asked->node);
 }
 
-/* Sets the fields that depend on the page size. */
-static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
-  pool->pages = pages;
-  pool->extent_pitch = kvs_host_pool_used(pool, kvs_host_pool_most(pool));
-  pool->map_nbytes = kvs_host_pool_room(pool);
-}
-
-/* -- pools of the process ------------------------------------------------------------------------------------------ */
-
-static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct kvs_host_pool *pools; /* guarded by pools_lock */
-
-static void forked(void) { pools = NULL; }
-
-/* From the start of its crew to the end. */
-static void enter_list(struct kvs_host_pool *pool) {
-  static struct kvs_fork_guard guard = {.lock = &pools_lock, .in_child = forked};
-  kvs_fork_watch(&guard);
-  pthread_mutex_lock(&pools_lock);
-  pool->next = pools;
-  pools = pool;
-  pthread_mutex_unlock(&pools_lock);
-}
-
-static void leave_list(const struct kvs_host_pool *pool) {
-  pthread_mutex_lock(&pools_lock);
-  struct kvs_host_pool **at = &pools;
-  while (*at && *at != pool) at = &(*at)->next;
-  if (*at) *at = pool->next;
-  pthread_mutex_unlock(&pools_lock);
-}
-
-static void read_metrics(struct kvs_host_pool *pool, struct kvs_host_pool_metrics *metrics) {
-  pthread_mutex_lock(&pool->lock);
-  *metrics = (struct kvs_host_pool_metrics){.shared = pool->segment != NULL,
-                                            .pinned = pool->pinned,
-                                            .state = (int)pool->state,
-                                            .num_blocks = pool->num_blocks,
-                                            .nbytes = pool->num_blocks * pool->asked.slot_nbytes,
-                                            .populated_nbytes = pool->populated};
-  pthread_mutex_unlock(&pool->lock);
-  snprintf(metrics->device, sizeof metrics->device, "%s", pool->engine->name);
-}
-
-size_t kvs_host_pools_get_metrics(struct kvs_host_pool_metrics *metrics, size_t capacity) {
-  size_t count = 0;
-  pthread_mutex_lock(&pools_lock);
-  for (struct kvs_host_pool *pool = pools; pool; pool = pool->next) {
-    struct kvs_host_pool_metrics row;
-    read_metrics(pool, &row);
-    if (row.state == KVS_POOL_CLOSED) continue;
-    if (count < capacity) metrics[count] = row;
-    count++;
-  }
-  pthread_mutex_unlock(&pools_lock);
-  return count;
-}
-
 /* -- making and freeing the object --------------------------------------------------------------------------------- */
 
 static const int64_t RECLAIM_NS = 500 * 1000 * 1000;
@@ -168,7 +94,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   pool->extents = room_apart(&asked) ? asked.layers : 1;
   pool->node = -1;
   pool->registering = !asked.pageable;
-  lay_out(pool, asked.pages);
+  kvs_host_pool_lay_out(pool, asked.pages);
   /* Chunks of whole units and whole pages, as large as fits. */
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT), step = page / common_divisor(pool->unit, page);
   pool->chunk_units = asked.chunk_nbytes / pool->unit / step * step;
@@ -182,7 +108,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
 }
 
 void kvs_host_pool_delete(struct kvs_host_pool *pool) {
-  leave_list(pool);
+  kvs_host_pools_leave(pool);
   pthread_mutex_destroy(&pool->lock);
   pthread_cond_destroy(&pool->changed);
   free(pool->chunks);
@@ -190,146 +116,77 @@ void kvs_host_pool_delete(struct kvs_host_pool *pool) {
   free(pool);
 }
 
-/* -- notices --------------------------------------------------------------------------------------------------- */
+/* -- the table of chunks --------------------------------------------------------------------------------------- */
 
-void kvs_host_pool_note(struct kvs_host_pool *pool, const char *format, ...) {
-  va_list list;
-  pthread_mutex_lock(&pool->lock);
-  size_t room = sizeof pool->notices - pool->notices_length;
-  va_start(list, format);
-  int n = room > 1 ? vsnprintf(pool->notices + pool->notices_length, room - 1, format, list) : 0;
-  va_end(list);
-  if (n > 0) {
-    pool->notices_length += (size_t)n < room - 2 ? (size_t)n : room - 2;
-    pool->notices[pool->notices_length++] = '\n';
-    pool->notices[pool->notices_length] = '\0';
+/* The first that ends above the address. */
+static size_t find_chunk(const struct kvs_host_pool *pool, uint64_t address) {
+  size_t low = 0, high = pool->nchunks;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (pool->chunks[middle].base + pool->chunks[middle].nbytes > address)
+      high = middle;
+    else
+      low = middle + 1;
   }
-  pthread_mutex_unlock(&pool->lock);
+  return low;
 }
 
-size_t kvs_host_pool_notices(struct kvs_host_pool *pool, char *text, size_t capacity) {
-  pthread_mutex_lock(&pool->lock);
-  size_t length = pool->notices_length;
-  if (capacity) snprintf(text, capacity, "%s", pool->notices);
-  pthread_mutex_unlock(&pool->lock);
-  return length;
-}
-
-/* -- mapping --------------------------------------------------------------------------------------------------- */
-
-int kvs_host_pool_afford(const struct kvs_host_pool *pool, uint64_t nbytes, struct kvs_error *err) {
-  struct kvs_budget budget;
-  kvs_budget_read("", &budget);
-  int64_t reserve = pool->asked.has_reserve ? pool->asked.reserve : kvs_budget_reserve(&budget);
-  const char *text = pool->asked.has_reserve ? NULL : getenv("KVSWAP_RESERVE");
-  if (text && *text) {
-    char *end;
-    errno = 0;
-    reserve = strtoll(text, &end, 10);
-    if (*end || errno)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_RESERVE is '%.40s'; it is a number of bytes, negative ones too", text);
+static int insert_chunk(struct kvs_host_pool *pool, uint64_t base, uint64_t nbytes, struct kvs_error *err) {
+  if (pool->nchunks == pool->capacity) {
+    size_t capacity = pool->capacity ? 2 * pool->capacity : 16;
+    struct kvs_host_chunk *grown = realloc(pool->chunks, capacity * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for a table of %zu chunks", capacity);
+    pool->chunks = grown;
+    pool->capacity = capacity;
   }
-  return kvs_budget_check(&budget, nbytes, reserve, err);
+  size_t at = find_chunk(pool, base);
+  memmove(pool->chunks + at + 1, pool->chunks + at, (pool->nchunks - at) * sizeof *pool->chunks);
+  pool->chunks[at] = (struct kvs_host_chunk){.base = base, .nbytes = nbytes, .left = nbytes};
+  pool->nchunks++;
+  pool->total += nbytes;
+  return KVS_OK;
 }
 
-/* Reserve pages [from, to) of every extent; offsets in bytes. */
-int kvs_host_pool_commit(struct kvs_host_pool *pool, uint64_t from, uint64_t to, struct kvs_error *err) {
+static void remove_chunk(struct kvs_host_pool *pool, size_t at) {
+  const struct kvs_host_chunk *chunk = &pool->chunks[at];
+  pool->total -= chunk->nbytes;
+  pool->populated -= chunk->nbytes - chunk->left;
+  if (chunk->registered) pool->registered -= chunk->nbytes;
+  pool->nchunks--;
+  memmove(pool->chunks + at, pool->chunks + at + 1, (pool->nchunks - at) * sizeof *pool->chunks);
+}
+
+/* Make chunks for units [from, to) of an extent; `from` must be page-aligned. */
+static int cut_chunks(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, uint64_t to, struct kvs_error *err) {
+  uint64_t base = pool->base + extent * pool->extent_pitch, page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
   int status = KVS_OK;
-  for (uint64_t i = 0; !status && i < pool->extents; i++)
-    status = kvs_pages_commit(pool->base + i * pool->extent_pitch + from, to - from, pool->pages, err);
+  while (!status && from < to) {
+    uint64_t end = to - from < pool->chunk_units ? to : from + pool->chunk_units;
+    uint64_t nbytes = kvs_round_up(end * pool->unit, page) - from * pool->unit;
+    status = insert_chunk(pool, base + from * pool->unit, nbytes, err);
+    from = end;
+  }
   return status;
 }
 
-static int map_as(struct kvs_host_pool *pool, enum kvs_pages pages, struct kvs_error *err) {
-  lay_out(pool, pages);
-  uint64_t used = kvs_host_pool_used(pool, pool->num_blocks);
-  int status = kvs_pages_huge(pages)
-                   ? KVS_OK
-                   : kvs_host_pool_afford(pool, pool->extents * used, err); /* huge pages are reserved in advance */
-  if (!status) status = kvs_pages_reserve(pool->map_nbytes, kvs_page_nbytes(pages), &pool->map_base, err);
-  if (status) return status;
-  pool->base = pool->map_base;
-  status = kvs_host_pool_commit(pool, 0, used, err);
-  if (!status) return status;
-  kvs_pages_unmap(pool->map_base, pool->map_nbytes);
-  pool->map_base = 0;
-  return status;
-}
-
-/* Map with the requested pages, or with the next smaller available ones. */
-static int map_private(struct kvs_host_pool *pool, struct kvs_error *err) {
-  enum kvs_pages pages = pool->asked.pages;
-  for (;; pages = pages == KVS_PAGES_1GIB ? KVS_PAGES_2MIB : KVS_PAGES_TRANSPARENT) {
-    if (pages == KVS_PAGES_TRANSPARENT && !kvs_pages_transparent()) {
-      kvs_host_pool_note(pool, "transparent huge pages are off (/sys/kernel/mm/transparent_hugepage/enabled): the pool "
-                               "has pages of the usual size");
-      pages = KVS_PAGES_DEFAULT;
-    }
-    int status = map_as(pool, pages, err);
-    if (status != KVS_NOMEM || !kvs_pages_huge(pages)) return status;
-    kvs_host_pool_note(pool, "%s: smaller pages are used", err->message);
-  }
-}
-
-/* Fills *nodes. Returns the node, -2 for interleaved or -1 for any. */
-static int choose_nodes(const struct kvs_host_pool *pool, struct kvs_nodes *nodes) {
-  int node = pool->asked.node;
-  memset(nodes, 0, sizeof *nodes);
-  switch (pool->asked.placement) {
-  case KVS_PLACE_ANYWHERE:
-    return -1;
-  case KVS_PLACE_INTERLEAVE:
-    nodes->interleave = true;
-    return kvs_nodes_with_memory(nodes) ? -2 : -1;
-  case KVS_PLACE_AUTO:
-    node = pool->engine->device->info.numa_node;
-    break;
-  case KVS_PLACE_NODE:
-    break;
-  }
-  if (node < 0 || node >= KVS_NODE_WORDS * 64) return -1;
-  nodes->bits[node / 64] = UINT64_C(1) << (node % 64);
-  return node;
-}
-
-void kvs_host_pool_place(struct kvs_host_pool *pool, uint64_t from, uint64_t to) {
-  struct kvs_nodes nodes;
-  struct kvs_error err;
-  char wanted[KVS_SIZE_TEXT], there[KVS_SIZE_TEXT];
-  int node = choose_nodes(pool, &nodes);
-  for (uint64_t i = 0; node != -1 && i < pool->extents; i++)
-    if (kvs_pages_bind(pool->base + i * pool->extent_pitch + from, to - from, &nodes, &err)) {
-      kvs_host_pool_note(pool, "%s", err.message);
-      node = -1;
-    }
-  uint64_t nbytes = pool->extents * (to - from), left = node >= 0 ? kvs_budget_node("", node) : UINT64_MAX;
-  if (!kvs_pages_huge(pool->pages) && nbytes > left)
-    kvs_host_pool_note(pool,
-                       "NUMA node %d has %s free for %s: the rest will be on other nodes, where copies are slower",
-                       node, kvs_size_text(left, there), kvs_size_text(nbytes, wanted));
-  pthread_mutex_lock(&pool->lock);
-  pool->node = node;
-  pthread_mutex_unlock(&pool->lock);
-}
+/* -- opening and queries --------------------------------------------------------------------------------------- */
 
 int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = KVS_OK;
   kvs_host_pool_place(pool, 0, kvs_host_pool_used(pool, pool->num_blocks));
   for (uint64_t i = 0; !status && i < pool->extents; i++)
-    status = kvs_host_chunks_cut(pool, i, 0, kvs_host_pool_units(pool, pool->num_blocks), err);
+    status = cut_chunks(pool, i, 0, kvs_host_pool_units(pool, pool->num_blocks), err);
   if (status) return status;
-  enter_list(pool);
+  kvs_host_pools_enter(pool);
   return kvs_crew_hire(pool, err);
 }
-
-/* -- opening and queries --------------------------------------------------------------------------------------- */
 
 int kvs_host_pool_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                        struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool *pool;
   int status = kvs_host_pool_new(engine, options, &pool, err);
   if (status) return status;
-  status = map_private(pool, err);
+  status = kvs_host_pool_map(pool, err);
   if (!status) {
     status = kvs_host_pool_start(pool, err);
     if (status) kvs_pages_unmap(pool->map_base, pool->map_nbytes);
@@ -382,7 +239,8 @@ int kvs_host_pool_get_info(struct kvs_host_pool *pool, struct kvs_host_pool_info
   return KVS_OK;
 }
 
-int kvs_host_pool_state_error(const struct kvs_host_pool *pool, struct kvs_error *err) {
+/* KVS_OK: READY. */
+static int state_error(const struct kvs_host_pool *pool, struct kvs_error *err) {
   switch (pool->state) {
   case KVS_POOL_READY:
     return KVS_OK;
@@ -405,7 +263,7 @@ int kvs_host_pool_wait(struct kvs_host_pool *pool, int64_t timeout_ns, struct kv
   uint64_t deadline = kvs_deadline(timeout_ns);
   pthread_mutex_lock(&pool->lock);
   while (pool->state == KVS_POOL_POPULATING && kvs_cond_wait(&pool->changed, &pool->lock, deadline)) continue;
-  status = kvs_host_pool_state_error(pool, err);
+  status = state_error(pool, err);
   pthread_mutex_unlock(&pool->lock);
   if (status != KVS_NOT_READY) return status;
   return kvs_fail(err, KVS_TIMEOUT, "the pool was not populated within %.3f s; it goes on", (double)timeout_ns / 1e9);
@@ -415,13 +273,13 @@ int kvs_host_pool_ready(struct kvs_host_pool *pool, uint64_t block, struct kvs_e
   int status = check_fork(pool, err);
   if (status) return status;
   pthread_mutex_lock(&pool->lock);
-  if (pool->state == KVS_POOL_CLOSED) status = kvs_host_pool_state_error(pool, err);
+  if (pool->state == KVS_POOL_CLOSED) status = state_error(pool, err);
   if (!status && block >= pool->num_blocks)
     status = kvs_fail(err, KVS_RANGE, "block is %" PRIu64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, block,
                       pool->num_blocks, pool->num_blocks - 1);
   uint64_t layers = pool->asked.layer_first ? pool->asked.layers : 1;
   for (uint64_t i = 0; !status && i < layers; i++) {
-    size_t at = kvs_host_chunk_find(pool, pool->base + i * layer_pitch(pool) + block * pool->stride);
+    size_t at = find_chunk(pool, pool->base + i * layer_pitch(pool) + block * pool->stride);
     if (at == pool->nchunks || !pool->chunks[at].ready) status = KVS_NOT_READY;
   }
   pthread_mutex_unlock(&pool->lock);
@@ -443,6 +301,157 @@ int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct k
   if (status) return status;
   int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
   return kvs_peer_drain(pool->engine, &all, timeout_ns < 0 ? -1 : left, err);
+}
+
+/* -- growing and shrinking ------------------------------------------------------------------------------------- */
+
+/* `whatever`: accept a failed or cancelled pool too, since shrinking repairs such a pool. */
+static int begin_resize(struct kvs_host_pool *pool, bool whatever, struct kvs_error *err) {
+  int status = kvs_dev_check(pool->engine->device, err);
+  if (status) return status;
+  if (pool->segment) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
+  pthread_mutex_lock(&pool->lock);
+  bool ended = pool->state == KVS_POOL_FAILED || pool->state == KVS_POOL_CANCELLED;
+  status = whatever && ended ? KVS_OK : state_error(pool, err);
+  if (!status && pool->resizing)
+    status = kvs_fail(err, KVS_INVALID, "another thread is growing, shrinking or closing the pool");
+  if (!status) pool->resizing = true;
+  pthread_mutex_unlock(&pool->lock);
+  if (!status) kvs_crew_dismiss(pool); /* ended already; only this thread changes the chunks from now on */
+  return status;
+}
+
+static void end_resize(struct kvs_host_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
+  pool->resizing = false;
+  pthread_mutex_unlock(&pool->lock);
+}
+
+/* Unregister the chunks of an extent above `from` (bytes). */
+static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, int64_t timeout_ns,
+                            struct kvs_error *err) {
+  uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
+  for (size_t at = find_chunk(pool, base + from); at < pool->nchunks && pool->chunks[at].base < end; at++) {
+    struct kvs_host_chunk *chunk = &pool->chunks[at];
+    int status = KVS_OK;
+    if (chunk->registered) status = kvs_engine_unregister_within(pool->engine, chunk->base, timeout_ns, err);
+    if (status) return status;
+    pthread_mutex_lock(&pool->lock);
+    if (chunk->registered) pool->registered -= chunk->nbytes;
+    chunk->registered = pool->pinned = false; /* the crew registers the remaining part again */
+    pthread_mutex_unlock(&pool->lock);
+  }
+  return KVS_OK;
+}
+
+/* Remove the last chunk of each extent if it ends within a page: it is made again together with the new blocks. *from
+ * becomes the chunk's first unit. The contents stay. */
+static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t last = *from * pool->unit - 1;
+  int status = KVS_OK;
+  if ((last + 1) % kvs_page_nbytes(KVS_PAGES_DEFAULT) == 0) return status;
+  for (uint64_t i = 0; !status && i < pool->extents; i++) status = unregister_above(pool, i, last, timeout_ns, err);
+  for (uint64_t i = 0; !status && i < pool->extents; i++) {
+    uint64_t base = pool->base + i * pool->extent_pitch;
+    size_t at = find_chunk(pool, base + last);
+    *from = (pool->chunks[at].base - base) / pool->unit;
+    pthread_mutex_lock(&pool->lock);
+    remove_chunk(pool, at);
+    pthread_mutex_unlock(&pool->lock);
+  }
+  return status;
+}
+
+/* The last chunk is unregistered and made again, so copies must not use it. */
+bool kvs_host_pool_grow_waits(struct kvs_host_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
+  uint64_t units = kvs_host_pool_units(pool, pool->num_blocks);
+  bool waits = units * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) != 0 && pool->registering;
+  pthread_mutex_unlock(&pool->lock);
+  return waits;
+}
+
+static int grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t before = kvs_host_pool_used(pool, pool->num_blocks), after = kvs_host_pool_used(pool, num_blocks);
+  uint64_t from = kvs_host_pool_units(pool, pool->num_blocks), to = kvs_host_pool_units(pool, num_blocks);
+  int status = kvs_pages_huge(pool->pages) ? KVS_OK : kvs_host_pool_afford(pool, pool->extents * (after - before), err);
+  if (!status && kvs_host_pool_grow_waits(pool)) status = kvs_host_pool_drain(pool, timeout_ns, err);
+  if (!status) status = kvs_host_pool_commit(pool, before, after, err);
+  if (!status && after > before) kvs_host_pool_place(pool, before, after);
+  if (!status) status = reopen_tails(pool, &from, timeout_ns, err);
+  if (status) return status;
+  pthread_mutex_lock(&pool->lock);
+  for (uint64_t i = 0; !status && i < pool->extents; i++) status = cut_chunks(pool, i, from, to, err);
+  if (!status) pool->num_blocks = num_blocks;
+  pthread_mutex_unlock(&pool->lock);
+  return status ? status : kvs_crew_hire(pool, err);
+}
+
+int kvs_host_pool_grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
+  int status = begin_resize(pool, false, err);
+  if (status) return status;
+  if (num_blocks <= pool->num_blocks)
+    status = kvs_fail(err, KVS_INVALID, "num_blocks is %" PRIu64 ", but the pool has %" PRIu64 " blocks already",
+                      num_blocks, pool->num_blocks);
+  else if (num_blocks > kvs_host_pool_most(pool))
+    status = kvs_fail(err, KVS_INVALID,
+                      "num_blocks is %" PRIu64 ", but the pool was made with room for %" PRIu64 " blocks (max_blocks)",
+                      num_blocks, kvs_host_pool_most(pool));
+  else
+    status = grow(pool, num_blocks, timeout_ns, err);
+  end_resize(pool);
+  return status;
+}
+
+/* Remove the chunks above so many units of an extent; a chunk across the boundary is replaced by its lower part. */
+static int cut_off(struct kvs_host_pool *pool, uint64_t extent, uint64_t units, struct kvs_error *err) {
+  uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
+  uint64_t keep = base + kvs_round_up(units * pool->unit, kvs_page_nbytes(KVS_PAGES_DEFAULT));
+  int status = KVS_OK;
+  pthread_mutex_lock(&pool->lock);
+  for (size_t at = find_chunk(pool, keep); !status && at < pool->nchunks && pool->chunks[at].base < end;) {
+    uint64_t begin = pool->chunks[at].base;
+    remove_chunk(pool, at);
+    if (begin < keep) status = insert_chunk(pool, begin, keep - begin, err);
+    at = find_chunk(pool, keep);
+  }
+  pthread_mutex_unlock(&pool->lock);
+  return status;
+}
+
+static int shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t before = kvs_host_pool_used(pool, pool->num_blocks), after = kvs_host_pool_used(pool, num_blocks);
+  uint64_t keep = kvs_host_pool_units(pool, num_blocks) * pool->unit;
+  int status = kvs_host_pool_drain(pool, timeout_ns, err);
+  for (uint64_t i = 0; !status && i < pool->extents; i++)
+    status = unregister_above(pool, i, kvs_round_up(keep, kvs_page_nbytes(KVS_PAGES_DEFAULT)), timeout_ns, err);
+  for (uint64_t i = 0; !status && i < pool->extents; i++)
+    status = cut_off(pool, i, kvs_host_pool_units(pool, num_blocks), err);
+  if (status) return status;
+  pthread_mutex_lock(&pool->lock);
+  pool->num_blocks = num_blocks;
+  pthread_mutex_unlock(&pool->lock);
+  for (uint64_t i = 0; !status && i < pool->extents; i++)
+    status = kvs_pages_clear(pool->base + i * pool->extent_pitch + after, before - after, err);
+  return status ? status : kvs_crew_hire(pool, err); /* registers the shortened chunks */
+}
+
+int kvs_host_pool_shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
+  int status = begin_resize(pool, true, err);
+  if (status) return status;
+  if (num_blocks == 0 || num_blocks >= pool->num_blocks)
+    status =
+        kvs_fail(err, KVS_INVALID, "num_blocks is %" PRIu64 ": a pool of %" PRIu64 " blocks shrinks to 1 to %" PRIu64,
+                 num_blocks, pool->num_blocks, pool->num_blocks - 1);
+  else if (pool->asked.layer_first && pool->extents == 1 && pool->asked.layers > 1)
+    status =
+        kvs_fail(err, KVS_UNSUPPORTED,
+                 "the layers of this pool follow each other without a gap: a layer-first pool that shrinks is made "
+                 "with max_blocks");
+  else
+    status = shrink(pool, num_blocks, timeout_ns, err);
+  end_resize(pool);
+  return status;
 }
 
 /* -- closing --------------------------------------------------------------------------------------------------- */

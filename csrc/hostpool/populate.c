@@ -3,12 +3,14 @@
  *
  * If the driver refuses a chunk, no further chunk is registered, and the last thread unregisters the others: a pool is
  * pinned completely or not at all. The blocks are usable in both cases. */
+#include "hostpool/populate.h"
+
 #include <sched.h>
 #include <stdlib.h>
 
 #include "base/thread.h"
 #include "hostpool/budget.h"
-#include "hostpool/hostpool.h"
+#include "hostpool/map.h"
 
 static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* pieces end at multiples, so that huge pages are not split */
 enum { USEFUL_THREADS = 16 };

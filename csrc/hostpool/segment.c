@@ -9,6 +9,8 @@
  * that exec() removes, so that the lock ends with the owner, and not with its children; nor does a program that closes
  * all its descriptors lose it. Another process may replace a stale segment at any time, so a process that removes one
  * locks the file (flock, which is independent of the owner's lock) and then checks that the name still refers to it. */
+#include "hostpool/segment.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +29,7 @@
 #include "base/owner.h"
 #include "base/wait.h"
 #include "hostpool/budget.h"
-#include "hostpool/hostpool.h"
+#include "hostpool/map.h"
 
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."

@@ -11,6 +11,8 @@
 #include "base/owner.h"
 #include "base/wait.h"
 #include "hostpool/hostpool.h"
+#include "hostpool/map.h"
+#include "hostpool/segment.h"
 
 /* Values of a word: EMPTY, PUBLISHED, or the name of the process that writes the block. */
 enum { EMPTY = 0, PID_BITS = 22 };

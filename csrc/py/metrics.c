@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "../engine/metrics.h"
+#include "../hostpool/metrics.h"
 #include "host_pool.h"
 #include "options.h"
 

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "hostpool/budget.h"
 #include "hostpool/hostpool.h"
+#include "hostpool/map.h"
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \

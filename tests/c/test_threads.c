@@ -11,6 +11,7 @@
 #include "check.h"
 #include "device/device.h"
 #include "engine/metrics.h"
+#include "hostpool/metrics.h"
 #include "engine/pattern.h"
 #include "kvswap_file.h"
 #include "private.h"
