@@ -38,7 +38,6 @@ FOLDERS = [
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [
     {"host/queue.c", "host/run.c"},
-    {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
     {"files/gds.c", "files/gds_worker.c"},
     {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
 ]

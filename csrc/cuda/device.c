@@ -1,41 +1,19 @@
 /* A GPU behind device.h, through the driver API alone.
  *
- * Every function has the same form: enter (make the device's primary context current and relax the thread's capture
- * mode), one driver call, leave (restore both and translate the code to a status). So any thread may call, whatever
- * context is current, and a graph capture elsewhere in the process stays valid. There are no extra error checks: the
- * call that reports a fault of earlier work returns KVS_LOST (kvs_cuda_status), and the wrappers in device.c record
- * it. */
+ * Every function is one driver call in a scope (scope.h). There are no extra error checks: the call that reports a
+ * fault of earlier work returns KVS_LOST (kvs_cuda_status), and the wrappers in device/device.c record it. */
+#include "cuda/device.h"
+
 #include <stdlib.h>
 
-#include "cuda/device.h"
+#include "cuda/info.h"
+#include "cuda/kernels.h"
+#include "cuda/memory.h"
+#include "cuda/scope.h"
+#include "cuda/share.h"
 
 /* Larger batches have crashed drivers; at this size the fixed cost of a call is negligible. */
 enum { BATCH_MAX = 8192 };
-
-int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, struct kvs_error *err) {
-  kvs_cu_context popped = NULL;
-  scope->device = (struct kvs_cuda_device *)device;
-  scope->cu = scope->device->cu;
-  scope->mode = KVS_CU_CAPTURE_MODE_RELAXED;
-  int code = scope->cu->cuCtxPushCurrent(scope->device->context);
-  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(scope->cu, code, "cuCtxPushCurrent", err);
-  code = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
-  if (code == KVS_CU_SUCCESS) return KVS_OK;
-  (void)scope->cu->cuCtxPopCurrent(&popped); /* the first error is reported */
-  return kvs_cuda_result(scope->cu, code, "cuThreadExchangeStreamCaptureMode", err);
-}
-
-int kvs_cuda_leave(struct kvs_cuda_scope *scope, int code, const char *operation, struct kvs_error *err) {
-  kvs_cu_context popped = NULL;
-  int restored = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
-  int left = scope->cu->cuCtxPopCurrent(&popped);
-  /* The operation's own result has precedence: a queued operation must not be reported as refused. */
-  if (code == KVS_CU_SUCCESS && kvs_cuda_status(restored) == KVS_LOST)
-    return kvs_cuda_result(scope->cu, restored, "cuThreadExchangeStreamCaptureMode", err);
-  if (code == KVS_CU_SUCCESS && kvs_cuda_status(left) == KVS_LOST)
-    return kvs_cuda_result(scope->cu, left, "cuCtxPopCurrent", err);
-  return kvs_cuda_result(scope->cu, code, operation, err);
-}
 
 static int stream_create(struct kvs_device *device, int priority, kvs_stream *stream, struct kvs_error *err) {
   struct kvs_cuda_scope scope;

@@ -1,27 +1,18 @@
 /* Properties of CUDA devices without creating a context, which would cost hundreds of MiB on each device. */
+#include "cuda/info.h"
+
 #include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "cuda/device.h"
+#include "cuda/memory.h"
+#include "cuda/scope.h"
 
 int kvs_cuda_count(int *count, struct kvs_error *err) {
   *count = 0;
   const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
   if (!cu) return KVS_OK; /* *err has the reason */
   return kvs_cuda_result(cu, cu->cuDeviceGetCount(count), "cuDeviceGetCount", err);
-}
-
-int kvs_cuda_device_get(const struct kvs_cuda_driver *cu, int ordinal, kvs_cu_device *handle, struct kvs_error *err) {
-  int count = 0;
-  int status = kvs_cuda_result(cu, cu->cuDeviceGetCount(&count), "cuDeviceGetCount", err);
-  if (status != KVS_OK) return status;
-  if (ordinal < 0 || ordinal >= count)
-    return kvs_fail(
-        err, KVS_UNSUPPORTED,
-        "cuda:%d: this process sees %d CUDA device%s (kvswap info lists them; CUDA_VISIBLE_DEVICES may hide others)",
-        ordinal, count, count == 1 ? "" : "s");
-  return kvs_cuda_result(cu, cu->cuDeviceGet(handle, ordinal), "cuDeviceGet", err);
 }
 
 static int numa_node(const char *pci) {

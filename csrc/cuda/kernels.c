@@ -2,9 +2,10 @@
  *
  * All kernels are loaded at open. With lazy loading, the first launch of a kernel waits for the whole device: a
  * deadlock if a running kernel waits for that launch. */
+#include "cuda/kernels.h"
+
 #include <stdio.h>
 
-#include "cuda/device.h"
 #include "cuda/fatbin.h"
 
 enum { RING_NBYTES = KVS_RING_WARPS * KVS_RING_STAGES * KVS_RING_CHUNK };

@@ -1,9 +1,10 @@
 /* Memory of the CUDA device. Pinned memory is allocated and registered portable and mapped: every GPU of the process
  * may copy it, and kernels can access its device alias. */
+#include "cuda/memory.h"
+
 #include <string.h>
 
 #include "base/maps.h"
-#include "cuda/device.h"
 
 int kvs_cuda_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
   struct kvs_cuda_scope scope;

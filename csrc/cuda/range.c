@@ -1,9 +1,9 @@
 /* Ranges of chunks on a GPU: share.h over the driver's virtual memory management (CUDA 10.2 and newer). */
+#include "cuda/range.h"
+
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
-
-#include "cuda/device.h"
 
 static struct kvs_cu_chunk_kind kind_of(const struct kvs_device *device) {
   return (struct kvs_cu_chunk_kind){.type = KVS_CU_CHUNK_PINNED,

@@ -1,7 +1,11 @@
 /* share.h on a GPU: sharing with other processes by the driver's IPC handles of allocations ("legacy" IPC). */
+#include "cuda/share.h"
+
 #include <string.h>
 
-#include "cuda/device.h"
+#include "cuda/memory.h"
+#include "cuda/range.h"
+#include "cuda/scope.h"
 
 _Static_assert(sizeof(struct kvs_cu_ipc_handle) == sizeof(struct kvs_handle), "a handle is the driver's");
 

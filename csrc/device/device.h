@@ -163,23 +163,12 @@ struct kvs_device {
   _Atomic(struct kvs_faults *) faults; /* NULL until a test sets one (device.c) */
 };
 
-/* host/device.c: open a device. Any ordinal; a seed other than 0 makes it deterministic (host/device.h). */
-int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **, struct kvs_error *);
-/* cuda/device.c */
-int kvs_device_cuda_open(int ordinal, struct kvs_device **, struct kvs_error *);
-/* cuda/info.c. Without a context: the number of CUDA devices (0 and a reason in err->message without a driver), what
- * one is, and which one a pointer belongs to (KVS_INVALID: none). */
-int kvs_cuda_count(int *count, struct kvs_error *);
-int kvs_cuda_info(int ordinal, struct kvs_device_info *, struct kvs_error *);
-int kvs_cuda_pointer_device(uint64_t ptr, int *ordinal, struct kvs_error *);
-int kvs_cuda_current(int *ordinal, struct kvs_error *); /* the calling thread's current device, else 0 */
-
 /* Whether the device is the parent's, in the child of a fork. Its locks may be held forever there. */
 static inline bool kvs_dev_forked(const struct kvs_device *device) {
   return device->fork_generation != kvs_fork_generation();
 }
 
-/* device.c. The wrappers, one for each member; see the members. */
+/* The wrappers, one for each member; see the members. */
 int kvs_dev_check(struct kvs_device *, struct kvs_error *); /* forked? lost? */
 void kvs_dev_close(struct kvs_device *);
 int kvs_dev_alloc(struct kvs_device *, size_t nbytes, uint64_t *ptr, struct kvs_error *);

@@ -8,6 +8,8 @@
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "cuda/device.h"
+#include "host/device.h"
 #include "lanes/buffers.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"

@@ -1,8 +1,11 @@
-/* Functions of a host device for tests, beyond device.h. */
+/* Opens a host device; and functions for tests, beyond device.h. */
 #ifndef KVS_DEVICE_HOST_H
 #define KVS_DEVICE_HOST_H
 
 #include "device/device.h"
+
+/* Any ordinal; a seed other than 0 makes it deterministic. */
+int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **, struct kvs_error *);
 
 /* Deterministic devices: run up to `steps` steps of queued work, chosen by the seed. Returns the number of steps run;
  * fewer than `steps`: nothing was runnable. A step is one copy of a batch, one event or one kernel. -1 on a threaded or

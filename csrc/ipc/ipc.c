@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "base/owner.h"
+#include "cuda/info.h"
 #include "device/share.h"
 #include "ipc/fetch.h"
 #include "ipc/serve.h"

@@ -4,6 +4,7 @@
 #include "bind.h"
 
 #include "../cuda/fatbin.h"
+#include "../cuda/info.h"
 #include "../hostpool/budget.h"
 #include "../kvswap_file.h"
 

@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../cuda/info.h"
+
 /* Drain at exit. Registered when the first device or store is opened, because an import must have no effects. */
 int kvs_py_hook_exit(struct kvs_py_state *state) {
   if (atomic_exchange(&state->exit_hooked, true)) return 0;

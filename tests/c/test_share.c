@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "device/share.h"
+#include "host/device.h"
 #include "host/words.h"
 #include "host_device.h"
 #include "kvswap.h"
