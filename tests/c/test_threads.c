@@ -11,8 +11,8 @@
 #include "check.h"
 #include "device/device.h"
 #include "engine/metrics.h"
-#include "hostpool/metrics.h"
 #include "engine/pattern.h"
+#include "hostpool/metrics.h"
 #include "kvswap_file.h"
 #include "private.h"
 
