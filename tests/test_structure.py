@@ -37,7 +37,7 @@ PURE = (
 )
 
 
-# What is above the seam includes of these folders: headers that open a device or describe one, without types of its kind.
+# What is above the seam includes of these folders: headers that open or describe a device, without types of its kind.
 DOORS = {"host/device.h", "cuda/device.h", "cuda/info.h", "cuda/fatbin.h"}
 
 
