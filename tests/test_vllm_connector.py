@@ -225,68 +225,6 @@ def test_a_load_that_could_not_be_submitted_ends_in_the_next_step(connector: Any
     assert made.get_block_ids_with_load_errors() == {4}
 
 
-def step(**jobs: Any) -> Any:
-    """A step's metadata."""
-    return SimpleNamespace(**{"load_jobs": {}, "store_jobs": {}, "jobs_to_flush": set(), **jobs})
-
-
-@pytest.fixture
-def knowing(connector: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A connector of a release whose idle steps are known; .calls are vLLM's."""
-    monkeypatch.setattr(OurHandler, "has_jobs", False)
-    made = connector()
-    made._knows_idle_steps, made.calls = True, []
-    made.connector_worker._unsubmitted_store_jobs = []
-    made.connector_worker.start_kv_transfers = lambda meta: made.calls.append(("loads", meta))
-    made.connector_worker.worker._worker.get_finished = lambda: made.calls.append("finished") or []
-    return made
-
-
-def run(made: Any, meta: Any) -> list[Any]:
-    """Which of vLLM's calls a step makes."""
-    made.calls, made._connector_metadata = [], meta
-    made.handle_preemptions(meta)
-    made.start_load_kv(None)
-    assert made.get_finished(set()) == (set(), set())
-    return [call if isinstance(call, str) else call[0] for call in made.calls]
-
-
-def test_a_step_with_nothing_to_move_makes_no_calls_of_vllms(knowing: Any) -> None:
-    assert run(knowing, step()) == []
-    knowing._knows_idle_steps = False
-    assert run(knowing, step()) == ["theirs", "loads", "finished"]
-
-
-@pytest.mark.parametrize(
-    ("jobs", "calls"),
-    [
-        ({"load_jobs": {1: "job"}}, ["theirs", "loads"]),
-        ({"jobs_to_flush": {1}}, ["theirs", "loads"]),
-        ({"store_jobs": {1: "job"}}, ["finished"]),
-    ],
-)
-def test_other_steps_make_vllms_calls(knowing: Any, jobs: dict[str, Any], calls: list[str]) -> None:
-    assert run(knowing, step(**jobs)) == calls
-
-
-def test_deferred_stores_and_unfinished_jobs_make_vllms_calls(knowing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    knowing.connector_worker._unsubmitted_store_jobs.append("job")
-    assert run(knowing, step()) == ["theirs", "loads"]
-    knowing.connector_worker._unsubmitted_store_jobs.clear()
-    monkeypatch.setattr(OurHandler, "has_jobs", True)
-    assert run(knowing, step()) == ["finished"]
-    monkeypatch.setattr(OurHandler, "has_jobs", False)
-    knowing.connector_worker.worker._worker.submit_load = lambda *_: False
-    load(knowing, 1, [3])
-    assert knowing.get_finished(set()) == (set(), {"request-1"})
-    assert knowing.get_block_ids_with_load_errors() == {3}
-
-
-def test_transfers_that_are_vllms_own_are_asked_in_each_step(connector: Any) -> None:
-    made = connector(spec_name="TheirSpec", kvswap_fallback=True)
-    assert not made._watch.is_idle()
-
-
 def of_step(**values: Any) -> Any:
     """A step's metadata. jobs: its loads, all of its own requests."""
     return SimpleNamespace(**{"jobs_to_flush": set(), "load_jobs": dict.fromkeys(values["jobs"]), **values})
@@ -444,7 +382,6 @@ def test_loads_are_reported_ahead(connector: Any) -> None:
     made = connector()
     loads = made.connector_worker._load_jobs
     loads.update({1: "a", 2: "b", 3: None})
-    made._watch.is_idle = lambda: False
     made._connector_metadata = SimpleNamespace(store_jobs={})
     asked: list[list[int]] = []
     made._watch.get_finished = list

@@ -333,7 +333,6 @@ def test_steps_without_loads_are_not_looked_at(engine: Engine, monkeypatch: pyte
     outcomes = engine.made._outcomes
     for name in ("planned", "reported", "failed"):
         monkeypatch.setattr(outcomes, name, lambda *_, name=name: calls.append(name))
-    engine.made._knows_idle_steps = True
     engine.step("a")
     engine.report()
     assert calls == []

@@ -1,6 +1,6 @@
 """What of a sliding window KVSwapConnector lets vLLM's scheduler side store, on stand-ins.
 
-tests/integration/vllm_windows.py and vllm_idle.py check the bytes with the real one.
+tests/integration/vllm_windows.py checks the bytes with the real one.
 """
 
 # mypy: ignore-errors

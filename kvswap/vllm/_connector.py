@@ -132,13 +132,6 @@ class _Watch:
         late = own.jobs if own is not None and own.submitting else frozenset()
         self._worker.wait(set(job_ids) - late)
 
-    def is_idle(self) -> bool:
-        """Whether no job is unfinished or unreported; False if the transfers are not kvswap's."""
-        for handler in self._handlers:
-            if handler.has_jobs:
-                return False
-        return bool(self._handlers) and not self._refused
-
     def get_finished(self) -> list[Any]:
         """All ended jobs; failed ones without size and time, so that metrics do not count them."""
         results: list[Any] = self._worker.get_finished()
@@ -200,17 +193,6 @@ def _has_own_sync_loads() -> bool:
     except ImportError:
         return False
     return _overlap.is_native() and _failures.why_not() is None
-
-
-def _leave_out_idle_steps(scheduler: Any) -> bool:
-    """Whether calls that have nothing to do may return at once. scheduler: vLLM's connector_scheduler, or None."""
-    try:
-        from kvswap.vllm import _idle
-    except ImportError:
-        return False
-    if scheduler is not None:
-        _idle.install(scheduler)
-    return _idle.known()
 
 
 def _outcomes_of(scheduler: Any) -> Outcomes | None:
@@ -281,7 +263,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._ahead: Ahead | None = None  # worker
         self._sees_beginnings = False  # worker: it is called before all work of a step
         self._watch: _Watch | None = None
-        self._knows_idle_steps = _leave_out_idle_steps(getattr(self, "connector_scheduler", None))
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
@@ -432,20 +413,12 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if own and self._sync_loads_of(kv_connector_metadata) and may_load():
             self.handle_preemptions(kv_connector_metadata)
 
-    def _has_nothing_to_submit(self, meta: Any) -> bool:
-        """vLLM's calls before the model have nothing to do."""
-        return self._knows_idle_steps and not (
-            meta.load_jobs or meta.jobs_to_flush or self.connector_worker._unsubmitted_store_jobs
-        )
-
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
         if self._own_loads is not None:
             self._await_loads(kv_connector_metadata)
         if self._submitted is not None and self._submitted is kv_connector_metadata:
             return  # begin_step() did it
-        if self._has_nothing_to_submit(kv_connector_metadata):
-            return
         super().handle_preemptions(kv_connector_metadata)
         own, worker = self._own_loads, self.connector_worker
         if own is None or not self._loads_early:
@@ -458,8 +431,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """As vLLM's; the loads of the step's own requests are waited for by its layers."""
         own, meta = self._own_loads, self._connector_metadata
-        if self._has_nothing_to_submit(meta) and (own is None or not own.jobs):
-            return
         start = super().start_load_kv
         if own is None:
             start(forward_context, **kwargs)
@@ -501,10 +472,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             else:  # most steps
                 own.finish()
         watch, loads = self._watch, self.connector_worker._load_jobs
-        if self._knows_idle_steps and not self._connector_metadata.store_jobs and watch.is_idle():  # type: ignore[union-attr]
-            if self._ahead is not None:
-                self._ahead.stepped()
-            return set(), set()
         requests = dict(loads) if loads else {}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         if self._ahead is not None:
@@ -564,8 +531,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> Any:
         """As vLLM's, with the stores that failed."""
         worker = self.connector_worker
-        if worker is not None and self._knows_idle_steps and not worker._connector_worker_meta.completed_jobs:
-            return None
         meta = super().build_connector_worker_meta()
         if meta is None or worker is None:
             return meta
@@ -611,8 +576,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if self._loaded:
             self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
         self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
-        theirs: Any = self.connector_scheduler if self._knows_idle_steps else super()  # vLLM's own does nothing else
-        build = theirs.build_connector_meta
+        build = super().build_connector_meta
         meta = build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
         outcomes = self._outcomes
         if outcomes is not None and (outcomes.loads or meta.load_jobs):
@@ -661,9 +625,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if connector_output.finished_recving:
             self._loaded |= connector_output.finished_recving & self._looked_up
         failed = getattr(connector_output, "failed_recving", None)
-        loads = self._overlap is not None and (self._overlap.loads or connector_output.finished_recving)
-        if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or loads):
-            return
         jobs = self.connector_scheduler._jobs
         if meta is not None:
             self._failed_stores.update(getattr(meta, "failed_stores", {}))

@@ -23,8 +23,6 @@ block-first-ranks;0.33.0;--block-first $ranks
 block-first-sync-loads;0.33.0;--block-first --sync-loads
 overlap-block-first;0.26.0 0.27.1 0.28.0 0.29.0 0.31.0 0.33.0;--overlap --block-first --async-scheduling
 overlap-block-first-ranks;0.33.0;--overlap --block-first --async-scheduling $ranks
-idle;0.26.0 0.29.0 0.33.0;--idle
-idle-hybrid;0.26.0 0.33.0;--idle --hybrid
 hybrid;0.24.0 0.26.0 0.33.0;--hybrid
 mla;0.26.0;--mla
 mla-ranks;0.33.0;--mla $ranks

@@ -17,7 +17,7 @@ vLLM's own connector around our spec, where a fault has to raise and name the jo
 tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: vLLM's engine is put to sleep while
 transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
 blocks, and what it computed beside a load that failed is stored nowhere. --overlap: each layer waits for its own part
-of such a load (vllm_overlap.py); with --block-first, for a part of each block. --idle: as vllm_idle.py says.
+of such a load (vllm_overlap.py); with --block-first, for a part of each block.
 --hybrid: also as vllm_windows.py says.
 vllm_worker.py says what stands in for what.
 """
@@ -62,8 +62,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overlap", action="store_true", help="kvswap_overlap: layers are read behind their load")
     parser.add_argument("--shared-ms", type=float, default=1.0, help="kvswap_overlap_shared_ms")
     parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
-    parser.add_argument("--idle", action="store_true", help="what idle steps leave out, beside all of vLLM's code")
-    parser.add_argument("--seeds", type=int, default=4, help="of --idle")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():
@@ -72,8 +70,6 @@ def parse() -> argparse.Namespace:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
     if options.simple:
         options.blocks_per_chunk = 1
-    if options.idle:
-        options.gpu_blocks = 40
     if options.sleep and options.device != "cpu":
         parser.error("--sleep has memory of its own to take away: --device cpu")
     return options
@@ -104,7 +100,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parent))
 
 import vllm
-import vllm_idle
 import vllm_overlap
 import vllm_windows
 from prometheus_client import REGISTRY
@@ -645,9 +640,6 @@ def main() -> int:
     print(f"{OPTIONS.ranks} ranks, " if OPTIONS.ranks > 1 else "", end="")
     print(connector_of(OPTIONS)["kv_connector"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        if OPTIONS.idle:
-            vllm_idle.scenario(lambda: Engine(Path(folder)), OPTIONS, say)
-            return 0
         engine = Engine(Path(folder))
         first = engine.workers.call("stats")[0]
         assert first["handlers"], "vLLM's own handlers are in use"
