@@ -383,9 +383,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND"):
         monkeypatch.delenv(name, raising=False)
 
-    def make(
-        changes: dict[str, Any] | None = None, said: Said | None = None, *, hidden: bool = False, old: bool = False
-    ) -> Identity:
+    def make(changes: dict[str, Any] | None = None, said: Said | None = None, *, hidden: bool = False) -> Identity:
         vllm_config, kv_cache_config, spec = vllm_objects(tmp_path)
         for path, value in (changes or {}).items():
             if path == "cache.num_blocks+":  # all that follows from it
@@ -393,10 +391,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 kv_cache_config.kv_cache_tensors[0].layer_stride = value << 14
             else:
                 changed({"vllm": vllm_config, "cache": kv_cache_config, "spec": spec}, path, value)
-        if old:  # to 0.25: the spec has all
-            spec = Some(vllm_config=vllm_config, kv_cache_config=kv_cache_config, block_size_factor=1,
-                        gpu_block_size=(16,), hash_block_size=16)  # fmt: skip
-        if hidden or old:
+        if hidden:
             del vllm_config, kv_cache_config
         return _identity.identity_of(spec, said or Said())
 
@@ -439,7 +434,7 @@ def test_vllm_what_is_not_known(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert vllm(own).unknown == ("revision",) and not vllm(own, Said(revision="r")).own
     assert vllm({"vllm.model_config.model": "org/m", "vllm.model_config.hf_config._commit_hash": OTHER}).own is False
     assert vllm({"vllm.cache_config.prefix_caching_hash_algo": "xxhash"}).unknown == ("hash",)
-    monkeypatch.delattr(vllm.utils, "DEFAULT_NONE_HASH_SEED")  # to 0.28
+    monkeypatch.delattr(vllm.utils, "DEFAULT_NONE_HASH_SEED")  # 0.26
     assert vllm().unknown == ("hash",)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     first = vllm()
@@ -456,17 +451,6 @@ def test_vllm_without_its_configuration(vllm: Any) -> None:
             assert vllm({path: value}, hidden=True).fields.get(field) != hidden.fields.get(field)
     mla = {"spec.config.parallel.tp_size": 2, "spec.config.replicated_layout": True}
     assert vllm(mla, hidden=True).digest == hidden.digest
-
-
-def test_vllm_whose_spec_has_all(vllm: Any) -> None:
-    """To 0.25."""
-    before = vllm(old=True)
-    assert not before.own and before.digest == vllm(old=True).digest
-    for field, path, value in VLLM_DIFFERENT:
-        if path.startswith("vllm.") and path != "vllm.cache_config.kv_cache_layout":
-            assert vllm({path: value}, old=True).fields.get(field) != before.fields.get(field), path
-    two = {"vllm.parallel_config.tensor_parallel_size": 2}
-    assert vllm(two, old=True).fields["ranks"] == {"tp": 2, "pp": 1, "pcp": 1, "dcp": 1, "rank": 0}
 
 
 def test_vllm_scales_of_run_time(vllm: Any) -> None:

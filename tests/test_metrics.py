@@ -626,14 +626,12 @@ def test_a_vllm_worker_serves_on_its_port(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("ranks", [range(2), range(2, 4)], ids=["dense", "experts"])
-@pytest.mark.parametrize("release", ["0.25", "0.26"])
-def test_the_number_of_a_vllm_worker(monkeypatch: pytest.MonkeyPatch, release: str, ranks: range) -> None:
+def test_the_number_of_a_vllm_worker(monkeypatch: pytest.MonkeyPatch, ranks: range) -> None:
     """Of the second of two data-parallel engines: torch counts its workers from 0, or from where the first one ends."""
     from kvswap.vllm import _metrics
 
     parallel = SimpleNamespace(data_parallel_index=1, world_size=2)
-    old = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
-    spec = old if release == "0.25" else SimpleNamespace(config=SimpleNamespace(parallel=parallel))
+    spec = SimpleNamespace(config=SimpleNamespace(parallel=parallel))
     found = []
     for rank in ranks:
         distributed = SimpleNamespace(

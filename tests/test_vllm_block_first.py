@@ -79,7 +79,7 @@ def group(by_stride: bool = True, tokens: int = 16, padded: int | None = None) -
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """0.26's to 0.28's, which packs the caches of one model."""
+    """0.26's, which packs the caches of one model."""
     module, vllm = ModuleType(PLANNER), ModuleType("vllm")
     module._use_packed_kv_cache_config = lambda vllm_config, kv_cache_groups: len(kv_cache_groups) == 9
     vllm.__version__ = "0.26.0"
@@ -150,7 +150,7 @@ def test_a_process_without_a_planner_imports_none(monkeypatch: pytest.MonkeyPatc
     assert PLANNER not in sys.modules
 
 
-@pytest.mark.parametrize("theirs", ["BLHNC", "HND", None])  # HND, to 0.28: what a layer's pages look like
+@pytest.mark.parametrize("theirs", ["BLHNC", "HND", None])  # HND, in 0.26: what a layer's pages look like
 def test_other_layouts_stay(theirs: str | None) -> None:
     assert _block_first.layout(config(), theirs) == theirs
 

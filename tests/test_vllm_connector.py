@@ -50,8 +50,9 @@ class OffloadingConnector:
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         self.connector_worker._load_jobs = {}
+        store, load = self.workers[self.spec_name]
         self.connector_worker.worker = SimpleNamespace(
-            handlers=self.workers[self.spec_name], get_finished=list, submit_load=lambda *_: True
+            _store_handler=store, _load_handler=load, get_finished=list, submit_load=lambda *_: True
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -108,9 +109,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         {
             "KVSwapOffloadingSpec": ours,
             "KVSwapTieringOffloadingSpec": ours,
-            "CPUOffloadingSpec": [object()],
-            "TieringOffloadingSpec": [object()],
-            "TheirSpec": [object()],
+            "CPUOffloadingSpec": [object()] * 2,
+            "TieringOffloadingSpec": [object()] * 2,
+            "TheirSpec": [object()] * 2,
         },
         raising=False,
     )
@@ -140,7 +141,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_the_connector_takes_kvswaps_spec_by_itself(connector: Any, extra: dict[str, str], spec: str) -> None:
     made = connector(**extra, cpu_bytes_to_use=1 << 30)
     assert made.spec_name == spec
-    assert not made.connector_worker.worker.handlers[0].strict
+    assert not made.connector_worker.worker._store_handler.strict
 
 
 def test_transfers_that_are_not_kvswaps_are_refused(connector: Any) -> None:
@@ -150,7 +151,7 @@ def test_transfers_that_are_not_kvswaps_are_refused(connector: Any) -> None:
 
 def test_handlers_that_could_not_be_replaced_are_refused(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """kvswap's spec was taken, and left vLLM's handlers in place, because it does not know them."""
-    monkeypatch.setitem(OffloadingConnector.workers, "KVSwapOffloadingSpec", [object()])
+    monkeypatch.setitem(OffloadingConnector.workers, "KVSwapOffloadingSpec", [object()] * 2)
     with pytest.raises(kvswap.Error, match="does not move blocks by kvswap"):
         connector()
 
@@ -393,7 +394,7 @@ def test_loads_are_reported_ahead(connector: Any) -> None:
 
 
 def test_requests_that_are_loaded_come_before_one_without_room(connector: Any) -> None:
-    """vLLM 0.26 to 0.29 look no further than the first one without room: the engine would stand still."""
+    """vLLM 0.26 looks no further than the first one without room: the engine would stand still."""
     made = connector()
     made.connector_scheduler = SimpleNamespace(_jobs={})
     large, loads = SimpleNamespace(request_id="large"), SimpleNamespace(request_id="loads")
@@ -459,7 +460,7 @@ def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:
 def test_the_log_says_how_blocks_lie(
     connector: Any, caplog: pytest.LogCaptureFixture, strides: list[int], groups: int, said: str
 ) -> None:
-    """To 0.28, with the second runner; the first one, and later releases, log it themselves."""
+    """0.26, with the second runner; the first one, and later releases, log it themselves."""
     transfer = SimpleNamespace(kv_connector="KVSwapConnector", kv_connector_extra_config={})
     blocks = SimpleNamespace(block_size=16)
     config = SimpleNamespace(

@@ -105,7 +105,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def keys_of_engines_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 0.28 vLLM takes a random seed without it."""
+    """vLLM 0.26 takes a random seed without it."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 

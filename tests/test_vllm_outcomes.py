@@ -67,7 +67,7 @@ class Side:
         self._jobs: dict[int, Any] = {}
         self.next: dict[int, Any] = {}
         if Side.stats != "missing":
-            self._connector_stats = OffloadingConnectorStats() if Side.stats == "there" else None
+            self._connector_stats = OffloadingConnectorStats()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         del scheduler_output
@@ -136,7 +136,7 @@ class Engine:
     @property
     def counts(self) -> dict[str, int]:
         """What vLLM's statistics were told, and nothing else."""
-        counts = self.side._connector_stats.counts if self.side._connector_stats is not None else {}
+        counts = self.side._connector_stats.counts
         assert {name for name, _ in counts} <= {"kvswap_loaded_blocks"}
         return {what: count for (_, what), count in counts.items()}
 
@@ -339,25 +339,6 @@ def test_steps_without_loads_are_not_looked_at(engine: Engine, monkeypatch: pyte
     engine.load("a", 4)
     engine.step("a")
     assert calls == ["planned"]
-
-
-def test_the_jobs_of_0_24(engine: Engine) -> None:
-    """They have both sides in one pair."""
-    engine.side.next[1] = SimpleNamespace(req_id="a", transfer_spec=("host's", SimpleNamespace(block_ids=[4, 5])))
-    engine.step("a")
-    assert engine.counts == {"used": 2}
-
-
-def test_the_statistics_of_older_releases(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.24 and 0.25 have none until there is something to tell."""
-    monkeypatch.setattr(Side, "stats", "none")
-    engine = make()
-    assert engine.side._connector_stats is None
-    for name in ("a", "b"):
-        job = engine.load(name, 4, 5)
-        engine.step(name)
-        engine.report(job)
-    assert engine.counts == {"used": 4}
 
 
 @pytest.mark.parametrize("lacks", ["module", "describing", "stats"])

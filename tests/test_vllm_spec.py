@@ -258,9 +258,8 @@ def test_a_data_parallel_engine_has_ports_of_its_own(vllm: SimpleNamespace, monk
 
 
 SIZES = {
-    "0.24": ("kv_bytes_per_offloaded_block", "num_blocks", "block_size_factor"),
     "0.26": ("kv_bytes_per_chunk", "num_blocks", "blocks_per_chunk"),
-    "0.31": ("kv_bytes_per_chunk", "num_chunks", "blocks_per_chunk"),
+    "0.30": ("kv_bytes_per_chunk", "num_chunks", "blocks_per_chunk"),
 }
 
 
@@ -291,4 +290,4 @@ def test_why_not(missing: str) -> None:
         else SimpleNamespace(CPUOffloadingWorker=CPUOffloadingWorker)
     )
     reason = _memory.why_not(_memory.worker_class(module))
-    assert reason is not None and ("none of CPUOffloadingWorker" if not vars(module) else "takes no region") in reason
+    assert reason is not None and ("has no CPUOffloadingWorker" if not vars(module) else "takes no region") in reason

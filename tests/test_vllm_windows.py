@@ -22,8 +22,6 @@ MAMBA = SimpleNamespace(block_size=16)
 class Scheduler:
     """vLLM's OffloadingConnectorScheduler, as far as _windows looks at it: chunks of 2 blocks of 16 tokens."""
 
-    index = "next_stored_chunk_idx"
-
     def __init__(self, per_chunk=2):
         groups = tuple(SimpleNamespace(group_idx=i) for i in range(3))
         self.config = SimpleNamespace(blocks_per_chunk=per_chunk, kv_group_configs=groups)
@@ -33,16 +31,16 @@ class Scheduler:
     def add(self, name, *groups, status="RUNNING"):
         """groups: blocks, and the chunks that were stored."""
         req = SimpleNamespace(status=SimpleNamespace(name=status))
-        states = tuple(SimpleNamespace(block_ids=blocks, **{self.index: stored}) for blocks, stored in groups)
+        states = tuple(SimpleNamespace(block_ids=blocks, next_stored_chunk_idx=stored) for blocks, stored in groups)
         self._req_status[name] = SimpleNamespace(group_states=states, req=req)
 
     def indices(self, name):
-        return [getattr(state, self.index) for state in self._req_status[name].group_states]
+        return [state.next_stored_chunk_idx for state in self._req_status[name].group_states]
 
     def reset_cache(self):
         for status in self._req_status.values():
             for state in status.group_states:
-                setattr(state, self.index, 0)
+                state.next_stored_chunk_idx = 0
         return True
 
     def _build_store_jobs(self, output):
@@ -51,19 +49,9 @@ class Scheduler:
         for name in (*output.num_scheduled_tokens, *(output.finished_req_ids or ())):
             for group, state in enumerate(self._req_status[name].group_states if name in self._req_status else ()):
                 blocks, n = state.block_ids, 2
-                chunks = [blocks[i : i + n] for i in range(n * getattr(state, self.index), len(blocks) - n + 1, n)]
+                chunks = [blocks[i : i + n] for i in range(n * state.next_stored_chunk_idx, len(blocks) - n + 1, n)]
                 found[name, group] = [chunk for chunk in chunks if chunk[-1] != 0]
         return found
-
-
-class OldScheduler(Scheduler):
-    """To 0.25."""
-
-    index = "next_stored_block_idx"
-
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(block_size_factor=2, kv_group_configs=self.config.kv_group_configs)
 
 
 class MendedScheduler(Scheduler):
@@ -83,9 +71,8 @@ def step(*names, finished=None):
     return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 16), finished_req_ids=finished)
 
 
-@pytest.mark.parametrize("kind", [Scheduler, OldScheduler])
-def test_a_reset_leaves_windows_where_they_were(kind):
-    scheduler = installed(kind())
+def test_a_reset_leaves_windows_where_they_were():
+    scheduler = installed(Scheduler())
     scheduler.add("runs", ([1, 2, 3, 4], 2), ([5, 6, 7, 8], 2), ([0, 0, 0, 9], 1))
     scheduler.add("waits", ([], 2), ([], 2), ([], 2))
     scheduler.add("starts again", ([1, 2], 1), ([3, 4], 1), ([5, 6], 1), status="PREEMPTED")
@@ -95,10 +82,9 @@ def test_a_reset_leaves_windows_where_they_were(kind):
     assert scheduler.indices("starts again") == [0, 0, 0]  # both get new blocks
 
 
-@pytest.mark.parametrize("kind", [Scheduler, OldScheduler])
 @pytest.mark.parametrize("window", [WINDOW, CHUNKED])
-def test_a_chunk_with_a_gap_is_not_stored(kind, window):
-    scheduler = installed(kind(), (FULL, window, MAMBA))
+def test_a_chunk_with_a_gap_is_not_stored(window):
+    scheduler = installed(Scheduler(), (FULL, window, MAMBA))
     blocks = [0, 6, 7, 8, 9, 0, 0, 10, 11, 12, 0]
     scheduler.add("a", ([1, 2, 3, 4], 0), (blocks, 0), ([0, 5, 0, 6], 0))
     scheduler.add("b", ([1, 2], 0), ([3, 4], 0), ([], 0))

@@ -7,9 +7,9 @@
     for result in handlers.gpu_to_cpu_handler.get_finished():                   # never blocks
         result.job_id, result.success, result.error
 
-Names and shapes are vLLM's (vllm/v1/kv_offload: spec.py and worker/cpu_gpu.py, later base.py and cpu/gpu_worker.py;
-releases 0.24 to 0.33). vLLM need not be installed; vLLM itself loads `kvswap.vllm`. Tensors are torch's on a GPU or the
-CPU, NumPy arrays, or objects with DLPack or an array interface.
+Names and shapes are vLLM's (vllm/v1/kv_offload: base.py and cpu/gpu_worker.py; releases 0.26 and 0.30 to 0.33). vLLM
+need not be installed; vLLM itself loads `kvswap.vllm`. Tensors are torch's on a GPU or the CPU, NumPy arrays, or
+objects with DLPack or an array interface.
 """
 
 from kvswap.offload._handlers import CpuGpuOffloadingHandlers, OffloadingWorker

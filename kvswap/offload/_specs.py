@@ -1,5 +1,5 @@
-"""The argument types of the offloading handlers: vLLM's classes (vllm/v1/kv_offload, releases 0.24 to 0.33), for use
-without vLLM. Objects with the same attributes work too."""
+"""The argument types of the offloading handlers: vLLM's classes (vllm/v1/kv_offload, releases 0.26 and 0.30 to 0.33),
+for use without vLLM. Objects with the same attributes work too."""
 
 from __future__ import annotations
 

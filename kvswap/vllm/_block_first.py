@@ -2,12 +2,12 @@
 
 With a tensor a layer small pages need kernels, which take the model's SMs. vLLM's first model runner asks its connector
 for the other layout (prefer_cross_layer_blocks). The second one, which most dense models have, takes a tensor a layer,
-and so does any runner from 0.29 on under vLLM's own OffloadingConnector. What is done about it:
+and so does any runner from 0.30 on under vLLM's own OffloadingConnector. What is done about it:
 
-- 0.26 to 0.28: the second runner has a packed layout, which vLLM plans for DeepSeek V4 (KVCacheTensor.block_stride).
+- 0.26: the second runner has a packed layout, which vLLM plans for DeepSeek V4 (KVCacheTensor.block_stride).
   The engine's core plans it before there is a connector, so kvswap replaces the planner's function that decides on it
-  (_use_packed_kv_cache_config). In 0.24 and 0.25 that layout swaps a page's heads and tokens, and is not used.
-- from 0.29 on: a connector's class names the layout that it prefers (get_required_kvcache_layout). vLLM takes another
+  (_use_packed_kv_cache_config). Before 0.26 that layout swaps a page's heads and tokens, and is not used.
+- from 0.30 on: a connector's class names the layout that it prefers (get_required_kvcache_layout). vLLM takes another
   one, and says so, where an attention backend does not support it.
 
 In both, the bytes of a layer lie side by side in a block, so that steps can wait for a part of it (kvswap_overlap,
@@ -70,7 +70,7 @@ def why_not(vllm_config: Any) -> str | None:
 
 
 def why_not_groups(groups: Any) -> str | None:
-    """To 0.28: why the layers of these groups keep a tensor each; None: they can lie together."""
+    """In 0.26: why the layers of these groups keep a tensor each; None: they can lie together."""
     if len(groups) != 1:  # vLLM's own key for these is enable_cross_layers_blocks
         return f"the cache has {len(groups)} groups"
     spec = groups[0].kv_cache_spec
@@ -82,7 +82,7 @@ def why_not_groups(groups: Any) -> str | None:
 
 
 def layout(vllm_config: Any, theirs: str | None) -> str | None:
-    """From 0.29 on: the layout to prefer, in the place of vLLM's own choice. Asked by a connector of several, whose
+    """From 0.30 on: the layout to prefer, in the place of vLLM's own choice. Asked by a connector of several, whose
     children must agree, it stays vLLM's."""
     asked_by_parent = sys._getframe(2).f_code.co_name == "get_required_kvcache_layout"
     if theirs != _LAYER_FIRST or asked_by_parent or why_not(vllm_config) is not None:
@@ -91,7 +91,7 @@ def layout(vllm_config: Any, theirs: str | None) -> str | None:
 
 
 def is_packed(kv_cache_config: Any) -> bool:
-    """To 0.28: whether a plan has all layers of a block together."""
+    """In 0.26: whether a plan has all layers of a block together."""
     return any(getattr(tensor, "block_stride", 0) for tensor in kv_cache_config.kv_cache_tensors)
 
 

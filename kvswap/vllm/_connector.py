@@ -114,16 +114,10 @@ class _Watch:
                 self.ahead.submitted(job_id, sum(handler.nbytes_of(job_id) for handler in self._handlers))
         return True
 
-    def transfer_async(self, job_id: int, spec: Any) -> bool:
-        """To 0.24: either direction."""
-        return self._submit(job_id, spec[1], self._worker.transfer_async, spec)
-
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """From 0.25 on."""
         return self._submit(job_id, dst_spec, self._worker.submit_store, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **options: Any) -> bool:
-        """From 0.25 on."""
         return self._submit(job_id, dst_spec, self._worker.submit_load, src_spec, dst_spec, **options)
 
     def wait(self, job_ids: Iterable[int]) -> None:
@@ -156,9 +150,8 @@ class _Watch:
 
 
 def _handlers_of(worker: Any) -> list[VLLMHandler]:
-    """kvswap's handlers of a worker; their place depends on vLLM's release."""
-    kept: list[Any] = [*getattr(worker, "handlers", ()), *vars(worker).values()]
-    return [handler for handler in kept if isinstance(handler, VLLMHandler)]
+    """kvswap's handlers of a worker."""
+    return [handler for handler in vars(worker).values() if isinstance(handler, VLLMHandler)]
 
 
 _SPECS = {  # vLLM's specs, which its factory takes by name, whatever module the configuration names
@@ -293,7 +286,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """As vLLM's; from 0.29 on, all layers of a block together (kvswap_block_first)."""
+        """As vLLM's; from 0.30 on, all layers of a block together (kvswap_block_first)."""
         return _block_first.layout(vllm_config, super().get_required_kvcache_layout(vllm_config))
 
     @classmethod
@@ -308,7 +301,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         return metrics
 
     def _say_how_blocks_lie(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        """0.26 to 0.28, second runner. The first runner and releases with layouts log it themselves."""
+        """0.26, second runner. The first runner and releases with layouts log it themselves."""
         if hasattr(vllm_config.cache_config, "kv_cache_layout") or not vllm_config.use_v2_model_runner:
             return
         if _block_first.is_packed(kv_cache_config):

@@ -1,6 +1,6 @@
 """A step's own loads begin before its inputs are prepared, in vLLM's second model runner too (kvswap_overlap).
 
-The first runner calls the connector's handle_preemptions() before it prepares a step's inputs; the second one (0.24 to
+The first runner calls the connector's handle_preemptions() before it prepares a step's inputs; the second one (0.26 to
 0.33) after that, just before the forward pass, which is 2 to 4 ms later, and behind work that reads and writes blocks.
 Here its execute_model() lets KVSwapConnector begin the step before anything else.
 """

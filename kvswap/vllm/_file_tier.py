@@ -7,7 +7,7 @@
         "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm",
                              "directory": "/mnt/nvme/kv", "capacity": 536870912000}]}}'
 
-For vLLM 0.33, which names a tier by its module; in 0.27 call SecondaryTierFactory.register_tier("FileTier",
+For vLLM 0.33, which names a tier by its module; before call SecondaryTierFactory.register_tier("FileTier",
 "kvswap.vllm", "FileTier") first. The interface is vllm/v1/kv_offload/tiering/base.py. The tier runs in the scheduler's
 process and never blocks it: a lookup reads memory only, transfers run on the store's threads. A block that cannot be
 loaded, or is damaged, is reported to vLLM as a failed key. A store beyond the disk's speed is dropped and reported so.
@@ -69,7 +69,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
     miss, and a line of the log. Only drain_jobs() raises, TimeoutError: afterwards vLLM uses the memory otherwise.
     """
 
-    medium: Any = _MEDIUM.STORAGE if _MEDIUM is not None else "FS"  # a str before 0.27
+    medium: Any = _MEDIUM.STORAGE if _MEDIUM is not None else "FS"  # 0.26: a str
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """What the bytes of vLLM's blocks mean, for its tiers (kvswap.identity).
 
-A tier is given an OffloadingSpec and with it (from 0.26 on) an OffloadingConfig, which knows neither weights nor
-quantization nor where layers lie. VllmConfig does. To 0.25 the spec has it. From then on the functions of vLLM that
-make the tier have it in their frames, beside a KVCacheConfig, and it is read there. Where neither has it (a program
-that makes a tier by itself), what only VllmConfig knows is unknown.
+A tier is given an OffloadingSpec and with it an OffloadingConfig, which knows neither weights nor quantization nor
+where layers lie. VllmConfig does. The functions of vLLM that make the tier have it in their frames, beside a
+KVCacheConfig, and it is read there. Where none has it (a program that makes a tier by itself), what only VllmConfig
+knows is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvswap._revision import DUMMY, format_of, weights_of
 from kvswap.identity import RUN_TIME, Identity, Said, digest_of
 
 _FRAMES = 64  # of callers in which VllmConfig is looked for
-_SEEDED = "DEFAULT_NONE_HASH_SEED"  # vLLM has it from 0.29 on: before, an unset PYTHONHASHSEED means a random seed
+_SEEDED = "DEFAULT_NONE_HASH_SEED"  # vLLM has it from 0.30 on: before, an unset PYTHONHASHSEED means a random seed
 _RANDOMLY_SEEDED = ("xxhash",)  # algorithms that have a random one still
 _NOT_IN_BYTES = {"is_draft", "max_tp_shards", "block_stride_alignment", "dcp_sharded", "extra_retained_tokens"}
 _LONG = ("longrope", "su")  # positions depend on whether requests may be longer than the model was trained for
@@ -35,8 +35,6 @@ def identity_of(offloading_spec: Any, said: Said) -> Identity:
 
 def _configs(spec: Any, config: Any) -> tuple[Any, Any]:
     """VllmConfig and KVCacheConfig, or None."""
-    if hasattr(spec, "vllm_config"):
-        return spec.vllm_config, getattr(spec, "kv_cache_config", None)
     frame = sys._getframe(1)
     engine_id = getattr(config, "engine_id", None)
     for _ in range(_FRAMES):
@@ -192,7 +190,7 @@ def _of_layers(spec: Any, vllm: Any, cache: Any, config: Any) -> dict[str, Any]:
 def _layout(vllm: Any, cache: Any, config: Any) -> Any:
     order = _get(config, "kv_cache_layout") or _get(vllm, "cache_config.kv_cache_layout")
     found = {"order": order or os.environ.get("VLLM_KV_CACHE_LAYOUT")}
-    if order is None:  # to 0.28: what each runner makes of it
+    if order is None:  # 0.26: what each runner makes of it
         found["runner"] = _get(vllm, "use_v2_model_runner")
     if _get(config, "canonical_layout", False):
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
@@ -216,16 +214,11 @@ def _place(tensor: Any, blocks: int) -> list[Any]:
 
 def _tokens(spec: Any, cache: Any, config: Any) -> dict[str, Any]:
     """Of a block in each group, of a hash; and the blocks of a stored chunk."""
-    if config is not None:
-        blocks = [group.tokens_per_block for group in config.groups]
-    else:  # to 0.25
-        blocks = list(
-            _get(spec, "gpu_block_size") or (group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
-        )
+    blocks = [group.tokens_per_block for group in config.groups]
     return {
         "block": blocks if len(set(blocks)) > 1 else blocks[:1],
-        "hash": _get(config, "cache.tokens_per_hash") or _get(spec, "hash_block_size"),
-        "blocks": _get(spec, "blocks_per_chunk") or _get(spec, "block_size_factor") or 1,
+        "hash": _get(config, "cache.tokens_per_hash"),
+        "blocks": _get(spec, "blocks_per_chunk") or 1,
     }
 
 

@@ -17,10 +17,9 @@ from kvswap.offload._slab import Slab
 
 _logger = logger("kvswap.vllm")
 
-_CLASSES = ("CPUOffloadingWorker", "CpuGpuOffloadingHandlers")  # from 0.25 on, and before
-_FACTORS = ("blocks_per_chunk", "block_size_factor")
-_CHUNKS = ("num_cpu_chunks", "num_cpu_blocks")
-_TAKEN = {"self", "kv_caches", *_FACTORS, *_CHUNKS, "mmap_region", "canonical_layout"}
+_CLASS = "CPUOffloadingWorker"
+_CHUNKS = ("num_cpu_chunks", "num_cpu_blocks")  # from 0.30 on, and before
+_TAKEN = {"self", "kv_caches", "blocks_per_chunk", *_CHUNKS, "mmap_region", "canonical_layout"}
 
 
 class SlabRegion:
@@ -36,7 +35,7 @@ class SlabRegion:
         del nbytes  # the slab was made of the same pages
         return next(self._views)
 
-    create_next_worker_view = create_next_view  # 0.33's name
+    create_next_worker_view = create_next_view  # from 0.30 on
 
     def cleanup(self) -> None:
         """Called after the handlers have ended. The memory is freed with the last tensor."""
@@ -45,14 +44,14 @@ class SlabRegion:
 
 
 def worker_class(gpu_worker: Any) -> Any:
-    """The class that allocates host memory in this release; None: unknown."""
-    return next((getattr(gpu_worker, name) for name in _CLASSES if hasattr(gpu_worker, name)), None)
+    """The class that allocates host memory; None: this release has none that is known."""
+    return getattr(gpu_worker, _CLASS, None)
 
 
 def why_not(worker: Any) -> str | None:
     """Why vLLM's own allocation must stay; None: it can be replaced."""
     if worker is None:
-        return f"its gpu_worker has none of {', '.join(_CLASSES)}"
+        return f"its gpu_worker has no {_CLASS}"
     taken = inspect.signature(worker.__init__).parameters
     unknown = sorted(set(taken) - _TAKEN)
     if unknown:
@@ -65,7 +64,7 @@ def why_not(worker: Any) -> str | None:
 def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
     """A region for the worker; None if the worker has one, or allocates nothing."""
     caches = arguments["kv_caches"]
-    factor = next(arguments[name] for name in _FACTORS if name in arguments)
+    factor = arguments["blocks_per_chunk"]
     chunks = next(arguments[name] for name in _CHUNKS if name in arguments)
     if (
         arguments.get("mmap_region") is not None

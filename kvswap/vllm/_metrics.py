@@ -18,8 +18,7 @@ def number_of(spec: Any) -> int:
     spec: one of vLLM's offloading specs. torch counts the workers of a dense model's engine from 0 in each engine, and
     those of a model with experts over all engines.
     """
-    config = getattr(spec, "config", None)
-    parallel = spec.vllm_config.parallel_config if config is None else config.parallel  # to 0.25; from 0.26 on
+    parallel = spec.config.parallel
     return int(parallel.data_parallel_index * parallel.world_size + _rank() % parallel.world_size)
 
 

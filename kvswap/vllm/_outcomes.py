@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
 _BLOCKS = "kvswap_loaded_blocks"
@@ -50,12 +50,6 @@ class _Load:
     ran: bool = False  # a step had the request
 
 
-def _num_blocks(job: Any) -> int:
-    """GPU blocks of a load's TransferJob."""
-    target = job.dst_spec if hasattr(job, "dst_spec") else job.transfer_spec[1]  # from 0.25 on; to 0.24
-    return len(target.block_ids)
-
-
 class Outcomes:
     """theirs: vLLM's connector_scheduler. vLLM's scheduler calls, in its own thread."""
 
@@ -66,7 +60,7 @@ class Outcomes:
     def planned(self, load_jobs: dict[int, Any], scheduled: Collection[str]) -> None:
         """A step is planned, with these loads and these requests."""
         for job_id, job in load_jobs.items():
-            self.loads[job_id] = _Load(job.req_id, _num_blocks(job))
+            self.loads[job_id] = _Load(job.req_id, len(job.dst_spec.block_ids))
         for load in self.loads.values():
             load.ran = load.ran or load.request in scheduled
         self.reported()
@@ -91,8 +85,6 @@ class Outcomes:
                 self._settle(job_id, _FAILED if request.status.name == "FINISHED_ERROR" else _ABORTED)
 
     def _settle(self, job_id: int, what: str) -> None:
-        if self._scheduler._connector_stats is None:  # to 0.25, until there is something to tell
-            self._scheduler._connector_stats = OffloadingConnectorStats()
         self._scheduler._connector_stats.increase_counter(_BLOCKS, self.loads.pop(job_id).blocks, (what,))
 
 

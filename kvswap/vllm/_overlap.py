@@ -42,7 +42,7 @@ def is_native() -> bool:
 
 
 def steps_before_a_load() -> int:
-    """How many steps are queued before a load that a step submits: one is under way, and from 0.29 on loads are
+    """How many steps are queued before a load that a step submits: one is under way, and from 0.30 on loads are
     submitted behind the step's own forward pass."""
     return 2 if "has_sync_kv_loads" in getattr(SchedulerOutput, "__dataclass_fields__", {}) else 1
 

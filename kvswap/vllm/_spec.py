@@ -1,10 +1,9 @@
 """vLLM's offloading specs with kvswap's transfers: kvswap replaces the handlers of both directions and the
 host allocation; everything else stays vLLM's (vllm/v1/kv_offload/cpu/spec.py and tiering/).
 
-While vLLM builds its handlers, the handler class is replaced by kvswap's: to 0.24 in create_handlers(), from 0.25 on in
-create_worker(). If vLLM's class has unknown arguments, vLLM's class stays. A worker without a shared region gets
-block-first memory, see _memory.py; a region's rows are used unchanged. The region is pinned as a whole, as releases
-before 0.33 do.
+While vLLM builds its worker (create_worker()), the handler class is replaced by kvswap's. If vLLM's class has unknown
+arguments, vLLM's class stays. A worker without a shared region gets block-first memory, see _memory.py; a region's rows
+are used unchanged. The region is pinned as a whole, as releases before 0.33 do.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ _TAKEN = {
     "self",
     "gpu_tensors",
     "cpu_tensors",
-    "block_size_factor",
     "kv_cache_groups_data_refs",
     "gpu_to_cpu",
     "mmap_region",
@@ -141,14 +139,8 @@ def _on_host(kv_caches: Any) -> bool:
 
 def _refuse_less_than_a_chunk(spec: Any) -> None:
     """ValueError: the host memory has no room for a chunk, so that nothing could be stored."""
-    nbytes, chunks, blocks = (
-        next((getattr(spec, name) for name in names if hasattr(spec, name)), None)
-        for names in (
-            ("kv_bytes_per_chunk", "kv_bytes_per_offloaded_block"),  # from 0.26 on; to 0.25
-            ("num_chunks", "num_blocks"),  # from 0.31 on; before
-            ("blocks_per_chunk", "block_size_factor"),  # from 0.26 on; to 0.25
-        )
-    )
+    nbytes, blocks = getattr(spec, "kv_bytes_per_chunk", 0), getattr(spec, "blocks_per_chunk", None)
+    chunks = getattr(spec, "num_chunks", getattr(spec, "num_blocks", None))  # from 0.30 on; before
     if not nbytes or chunks is None or chunks > 0:
         return
     asked = spec.extra_config["cpu_bytes_to_use"]
@@ -170,33 +162,19 @@ class KVSwapTransfers:
     remember_failures = True
     layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
     extra_config: dict[str, Any]
-    _handlers: Any
     _worker: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_less_than_a_chunk(self)
 
-    def create_handlers(self, kv_caches: Any) -> Any:
-        """To 0.24: both directions."""
-        with _ours_in_place(self):
-            return super().create_handlers(kv_caches)  # type: ignore[misc]
-
     def create_worker(self, kv_caches: Any) -> Any:
-        """From 0.25 on: the worker."""
+        """As vLLM's, with kvswap's handlers."""
         with _ours_in_place(self):
             return super().create_worker(kv_caches)  # type: ignore[misc]
 
-    # vLLM refuses platforms other than GPUs at this point. A cache in host memory is moved on the host device.
-
-    def get_handlers(self, kv_caches: Any) -> Any:
-        """To 0.24: as vLLM's; on the CPU platform too."""
-        if _on_host(kv_caches) and not self._handlers:
-            self._handlers = self.create_handlers(kv_caches)
-        return super().get_handlers(kv_caches)  # type: ignore[misc]
-
     def get_worker(self, kv_caches: Any) -> Any:
-        """From 0.25 on: as vLLM's; on the CPU platform too."""
+        """As vLLM's; on the CPU platform too, which vLLM refuses at this point: the host device moves its cache."""
         if _on_host(kv_caches) and not self._worker:
             self._worker = self.create_worker(kv_caches)
         return super().get_worker(kv_caches)  # type: ignore[misc]

@@ -10,11 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
-except ImportError:  # an older vLLM, whose tiers have no metrics
-    OffloadingConnectorStats = None
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 _BLOCKS, _REFUSED = "kvswap_tier_blocks", "kvswap_tier_refused_jobs"
 _HELD, _FILE_BYTES = "kvswap_tier_held_blocks", "kvswap_tier_file_bytes"
@@ -25,8 +22,6 @@ _EVERY_SECONDS = 1.0
 
 def definitions() -> dict[str, Any]:
     """vLLM's description of each metric."""
-    if OffloadingConnectorStats is None:
-        return {}
     what = "Blocks of a kvswap tier by what became of them: " + ", ".join(_COUNTS) + "."
     return {
         _BLOCKS: OffloadingCounterMetadata(what, ("tier", "what")),
@@ -46,7 +41,7 @@ class TierStats:
 
     def due(self) -> bool:
         """Whether it is time to ask the store again."""
-        return OffloadingConnectorStats is not None and time.monotonic() >= self._next
+        return time.monotonic() >= self._next
 
     def take(self, counts: Mapping[str, Any]) -> Any:
         """An OffloadingConnectorStats of what came since the last call, or None if nothing did."""

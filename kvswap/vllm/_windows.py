@@ -1,6 +1,6 @@
 """What vLLM's OffloadingConnector stores of groups whose blocks are freed while their request runs (sliding windows).
 
-vLLM (0.24 to 0.33) offers bytes of other requests, or bytes that were never stored, in two cases:
+vLLM (0.26 to 0.33) offers bytes of other requests, or bytes that were never stored, in two cases:
 
 - reset_cache() lets each request store its prompt again from chunk 0. Its list of GPU blocks still has those that the
   window has passed, which hold other requests' bytes by now: vLLM strikes such blocks out from next_stored_chunk_idx on
@@ -35,19 +35,16 @@ class _Windows:
         self._groups = theirs._sliding_window_groups
         configs = theirs.config.kv_group_configs
         self._windows = [group for group in self._groups if has_window(specs[configs[group].group_idx])]
-        if hasattr(theirs.config, "blocks_per_chunk"):
-            self._per_chunk, self._next = theirs.config.blocks_per_chunk, "next_stored_chunk_idx"
-        else:  # to 0.25
-            self._per_chunk, self._next = theirs.config.block_size_factor, "next_stored_block_idx"
+        self._per_chunk = theirs.config.blocks_per_chunk
 
     def reset_cache(self) -> Any:
         known = [status for status in self._scheduler._req_status.values() if status.req.status.name != "PREEMPTED"]
         states = [status.group_states[group] for status in known for group in self._groups]
-        before = [getattr(state, self._next) for state in states]
+        before = [state.next_stored_chunk_idx for state in states]
         done = self._reset()
         for state, index in zip(states, before, strict=True):
             if state.block_ids:  # else, as after a preemption, the request gets new blocks
-                setattr(state, self._next, index)
+                state.next_stored_chunk_idx = index
         return done
 
     def build_store_jobs(self, output: Any) -> Any:
@@ -67,7 +64,7 @@ class _Windows:
     def _ends_of_gaps(self, state: Any) -> Iterator[tuple[list[int], int, int]]:
         """The last blocks of chunks with a gap: where each stands, and which it is."""
         blocks, per_chunk = state.block_ids, self._per_chunk
-        for end in range((getattr(state, self._next) + 1) * per_chunk, len(blocks) + 1, per_chunk):
+        for end in range((state.next_stored_chunk_idx + 1) * per_chunk, len(blocks) + 1, per_chunk):
             if blocks[end - 1] != 0 and 0 in blocks[end - per_chunk : end]:
                 yield blocks, end - 1, blocks[end - 1]
 

@@ -6,7 +6,7 @@
 # as simple-0.26.0. python3 is one that has torch, pytest and what vLLM imports, and finds kvswap built without CUDA.
 set -uo pipefail
 sources=$(realpath "$1") out=$2
-[ ! -d "$out" ] || { echo "$out is a folder; OUT is the record's file" >&2; exit 2; }
+[ ! -d "$out" ] || { echo "$out is a folder;OUT is the record's file" >&2;exit 2;}
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
@@ -18,26 +18,26 @@ ranks="--ranks 2 --spec KVSwapTieringOffloadingSpec"
 # Name, releases, options of vllm_package.py.
 table() {
   cat <<TABLE
-block-first;0.26.0 0.27.1 0.28.0 0.29.0 0.31.0 0.33.0;--block-first
+block-first;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--block-first
 block-first-ranks;0.33.0;--block-first $ranks
 block-first-sync-loads;0.33.0;--block-first --sync-loads
-overlap-block-first;0.26.0 0.27.1 0.28.0 0.29.0 0.31.0 0.33.0;--overlap --block-first --async-scheduling
+overlap-block-first;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--overlap --block-first --async-scheduling
 overlap-block-first-ranks;0.33.0;--overlap --block-first --async-scheduling $ranks
-hybrid;0.24.0 0.26.0 0.33.0;--hybrid
+hybrid;0.26.0 0.33.0;--hybrid
 mla;0.26.0;--mla
 mla-ranks;0.33.0;--mla $ranks
 overlap;0.26.0;--overlap
-overlap-async;0.27.1;--overlap --async-scheduling
+overlap-async;0.33.0;--overlap --async-scheduling
 overlap-async-hybrid;0.26.0;--overlap --async-scheduling --hybrid
 overlap-async-hybrid-fail;0.33.0;--overlap --async-scheduling --hybrid --policy fail
 overlap-async-ranks;0.33.0;--overlap --async-scheduling $ranks
-own-tests;0.24.0 0.26.0 0.33.0;
-package;0.24.0 0.25.1 0.26.0 0.27.1 0.33.0;
+own-tests;0.26.0 0.33.0;
+package;0.26.0 0.33.0;
 ranks;0.26.0 0.33.0;$ranks
 ranks-sleep;0.26.0 0.33.0;--sleep $ranks
-simple;0.24.0 0.25.1 0.26.0 0.27.1 0.33.0;--simple
-sleep;0.26.0 0.27.1 0.33.0;--sleep
-stock;0.24.0 0.33.0;--stock
+simple;0.26.0 0.33.0;--simple
+sleep;0.26.0 0.33.0;--sleep
+stock;0.33.0;--stock
 sync-loads;0.33.0;--sync-loads
 tiering;0.33.0;--spec KVSwapTieringOffloadingSpec
 TABLE
@@ -46,8 +46,8 @@ TABLE
 wanted=" $* "
 status=0 ran=0
 : >"$out"
-while IFS=';' read -r name releases options; do
-  for release in $releases; do
+while IFS=';' read -r name releases options;do
+  for release in $releases;do
     part=$name-$release
     [ $# = 0 ] || [[ $wanted == *" $part "* ]] || continue
     ran=$((ran + 1))
@@ -58,10 +58,10 @@ while IFS=';' read -r name releases options; do
     timeout 400 python3 -P -W ignore "$here/$program" "$sources/vllm-$release" $options >"$work/log" 2>"$work/errors" </dev/null
     code=$?
     grep -vE '^(INFO|WARNING|FAILED|=+ short test summary)' "$work/log" | cat -s >>"$out"
-    [ $code = 0 ] || { tail -n 20 "$work/errors" >>"$out"; echo "exit status $code" >>"$out"; status=1; }
+    [ $code = 0 ] || { tail -n 20 "$work/errors" >>"$out";echo "exit status $code" >>"$out";status=1;}
     echo >>"$out"
     echo "$part: exit status $code after $SECONDS s"
   done
 done < <(table)
-[ $# = 0 ] || [ $ran = $# ] || { echo "of $# parts that were asked for, $ran are in the table above" >&2; exit 2; }
+[ $# = 0 ] || [ $ran = $# ] || { echo "of $# parts that were asked for, $ran are in the table above" >&2;exit 2;}
 exit $status

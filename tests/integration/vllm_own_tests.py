@@ -129,10 +129,7 @@ def run_once(options: argparse.Namespace) -> int:
     _handlers.SingleDirectionOffloadingHandler = handler
     _custom_ops.swap_blocks_batch = _plugin.swap_blocks_batch
     if options.mode == "worker":
-        if hasattr(gpu_worker, "CPUOffloadingWorker"):
-            gpu_worker.CPUOffloadingWorker = kvswap.offload.OffloadingWorker
-        else:
-            gpu_worker.CpuGpuOffloadingHandlers = kvswap.offload.CpuGpuOffloadingHandlers
+        gpu_worker.CPUOffloadingWorker = kvswap.offload.OffloadingWorker
     results = Results(options.mode)
     folder = options.source / "tests" / "v1" / "kv_offload" / "cpu"
     tests = [str(folder / name) for name in FILES if (folder / name).exists()]

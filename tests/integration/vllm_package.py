@@ -277,8 +277,7 @@ class Engine:
 
 def blocks_of(load: Any) -> int:
     """GPU blocks of a load's job."""
-    target = load.dst_spec if hasattr(load, "dst_spec") else load.transfer_spec[1]  # from 0.25 on; before
-    return len(target.block_ids)
+    return len(load.dst_spec.block_ids)
 
 
 def made_request(name: str, tokens: list[int], params: Any, hasher: Any) -> Request:

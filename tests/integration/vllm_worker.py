@@ -214,8 +214,8 @@ def planned(config: VllmConfig, groups: list[list[str]], specs: list[Any], block
 
 
 def check_views(plan: KVCacheConfig, spec: Any) -> None:
-    """To 0.28: what the second runner makes of the plan, for an attention backend, in the layout that vLLM's connector
-    asks for. In 0.24 and 0.25 it swaps the heads and the tokens of a page; there kvswap does not ask for it."""
+    """0.26: what the second runner makes of the plan, for an attention backend, in the layout that vLLM's connector
+    asks for."""
     from vllm.v1.attention.backends import utils
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
     from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
@@ -449,7 +449,7 @@ class Worker:
             self.wrong: dict[int, str] = {}
             self.unsound: set[str] = set()
             self.forward(work)
-            if not early:  # from 0.29 on: behind the forward pass, where none of its requests waits for a load
+            if not early:  # from 0.30 on: behind the forward pass, where none of its requests waits for a load
                 self.connector.start_load_kv(context)
         self.connector.wait_for_save()
         output = KVConnectorOutput()
