@@ -12,6 +12,9 @@ struct kvs_reclaim;
 
 /* -- engine/engine.c ----------------------------------------------------------------------------------------------- */
 
+/* Whether a device would open with the variables KVSWAP_... of the environment; err names the first wrong one. */
+int kvs_environment_check(struct kvs_error *err);
+
 /* Call before destroying a stream of the engine. True: the engine destroys it later: the compute stream once another is
  * set or the engine ends, any other once no submission is in progress. */
 bool kvs_engine_keep_stream(struct kvs_engine *engine, uint64_t stream);

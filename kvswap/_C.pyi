@@ -1263,6 +1263,9 @@ def _disk_ended(copy: Any, /) -> bool:
 def _disk_failed(copy: Any, /) -> list[tuple[int, Exception]]:
     """[(position, exception)] of copies that have ended."""
 
+def _file_facts() -> tuple[str, str]:
+    """(Why files are not read and written by io_uring; empty: they are. What computes checksums.)"""
+
 def _file_gds(compat: bool, /) -> tuple[bool, str]:
     """(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by what, or why not), as far as is known without opening libcufile's driver."""
 
@@ -1409,6 +1412,9 @@ def _host_memory(root: str) -> HostMemory:
     """What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.
     root: put before every path that is read; '': this machine."""
 
+def _environment() -> str:
+    """Why no device opens with the environment's KVSWAP_... variables; empty: devices open."""
+
 def _shutdown(timeout: float) -> None:
     """Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted."""
 
@@ -1491,8 +1497,8 @@ def _costs_read(path: str | PathLike[str] | None, /) -> _Costs:
 def _costs_write(path: str | PathLike[str], costs: _Costs, machine: str) -> None:
     """Write costs to a new file, mode 0600, which replaces the old one."""
 
-def _costs_what(device: Device, /) -> str:
-    """The name of a device's calibration."""
+def _costs_what(name: str, driver: int) -> str:
+    """The name of the calibration of a device, by its name and driver in Device.info."""
 
 def _costs_of(device: Device, /) -> _Costs:
     """The costs that a device uses."""

@@ -251,3 +251,11 @@ REMOTE = (  # of a kvswap.remote.RemoteStore
     text("protocol", "tcp"),
     text("devices", ""),
 )
+FILE_TIER = (*FILES, *IDENTITY, flag("enable_kv_events", False))  # of vLLM's FileTier
+REMOTE_TIER = (*REMOTE, *IDENTITY)  # of its RemoteTier
+FILE_STORAGE = (*SHARED_FILES, *IDENTITY)  # of SGLang's FileStorage, LMCache's FileConnector
+REMOTE_STORAGE = (*REMOTE, *IDENTITY)  # of SGLang's RemoteStorage
+OF_SGLANG = {  # SGLang's own keys beside them
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator", "file_storage_path",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+}  # fmt: skip

@@ -30,6 +30,7 @@ from kvswap.replay.errors import UsageError, of_system
 # Modules with a function add(commands), in the order in which --help lists them.
 COMMANDS = (
     "kvswap.commands.info",
+    "kvswap.commands.doctor",
     "kvswap.commands.replay",
     "kvswap.commands.bench",
     "kvswap.commands.calibrate",

@@ -1,14 +1,12 @@
 """The report of kvswap info: versions, the build, the devices, and which paths work on each or why not.
 
-By default no device but host:0 is opened, so no CUDA context is made: whether the driver takes the kernels is then not
-known yet. Opening host:0 shows whether the core takes the environment's values.
+By default no device is opened, so no CUDA context is made: whether the driver takes the kernels is then not known yet.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -19,7 +17,6 @@ import numpy as np
 from kvswap import _C
 from kvswap._devices import DeviceInfo, devices, missing
 from kvswap.commands.parser import suggestion
-from kvswap.files import FileStore, Layout
 from kvswap.replay.units import format_size
 
 if TYPE_CHECKING:
@@ -92,7 +89,7 @@ def collect(*, open_devices: bool = False) -> Report:
     """Collect the report; opens devices other than host:0 only if asked to."""
     count, note = _C._cuda_count()
     found = devices()
-    opened = {device.name: _open(device.name) for device in found} if open_devices else {}
+    opened = {device.name: open_device(device.name) for device in found} if open_devices else {}
     return Report(
         kvswap=_C.__version__,
         python=platform.python_version(),
@@ -102,15 +99,14 @@ def collect(*, open_devices: bool = False) -> Report:
         cuda_note="" if count else note or "the driver finds none",
         devices=found,
         files=_files(),
-        mooncake=_mooncake(),
-        environment=_environment(opened.get("host:0") or _open("host:0")),
+        mooncake=mooncake(),
+        environment=wrong_variables(),
         opened=opened,
     )
 
 
-def _environment(host: Opened) -> list[str]:
-    """A line for each variable that is not known or has a wrong value. A host device, opened, reads those that the core
-    checks, and names the first wrong one."""
+def wrong_variables() -> list[str]:
+    """A line for each variable that is not known or has a wrong value; of those that the core reads, the first one."""
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVSWAP_") and value}
     found = [
         f"{name} is set, and kvswap has no such variable{suggestion(name, VARIABLES)}"
@@ -121,27 +117,21 @@ def _environment(host: Opened) -> list[str]:
     file = given.get("KVSWAP_CALIBRATION")
     if file and not os.path.exists(file):
         found.append(f"KVSWAP_CALIBRATION is {file!r}; there is no such file, and built-in costs are used")
-    return found if host.error is None else [*found, host.error]
+    core = _C._environment()
+    return [*found, core] if core else found
 
 
 def _files() -> dict[str, str]:
-    """Open a store in a temporary folder: only a try shows whether the kernel allows io_uring."""
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            FileStore(folder, Layout(1 << 20), capacity=4 << 20, depth=1) as store,
-        ):
-            info = store.info
-    except (OSError, _C.Error) as error:
-        return {"io_uring": f"cannot be tried: {error}", "GPUDirect Storage": _gds()}
+    """Only a try shows whether the kernel allows io_uring."""
+    why_not, checksum = _C._file_facts()
     return {
-        "io_uring": "on" if info["engine"] == "io_uring" else f"{info['engine_note']}; threads do the work",
-        "checksum by instruction": "on" if info["checksum"] != "table" else "the processor has none",
+        "io_uring": f"{why_not}; threads do the work" if why_not else "on",
+        "checksum by instruction": "the processor has none" if checksum == "table" else "on",
         "GPUDirect Storage": _gds(),
     }
 
 
-def _mooncake() -> str:
+def mooncake() -> str:
     """Several packages have the module `mooncake`; it is not imported."""
     names = metadata.packages_distributions().get("mooncake", [])
     found = sorted({f"{name} {metadata.version(name)}" for name in names})
@@ -155,13 +145,13 @@ def _gds() -> str:
     return f"on: {note}" if usable else note
 
 
-def _open(name: str) -> Opened:
+def open_device(name: str) -> Opened:
     try:
         with warnings.catch_warnings():  # the report says the same
             warnings.simplefilter("ignore", RuntimeWarning)
             device = _C.Device(name)
         return Opened(dict(device.info), missing=missing(device.info, opened=True) if device.kind == "cuda" else [])
-    except (_C.Error, ValueError) as error:  # ValueError: of what the environment says
+    except (_C.Error, MemoryError, ValueError) as error:  # ValueError: of what the environment says
         return Opened({}, str(error))
 
 

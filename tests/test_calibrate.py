@@ -40,7 +40,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stored(device: str) -> Path:
-    return Path(_C._costs_path(_C._costs_what(kvswap.Device(device))))
+    info = kvswap.Device(device).info
+    return Path(_C._costs_path(_C._costs_what(info["name"], info["driver"])))
 
 
 def predicted(costs: _C._Costs, point: Point) -> float:

@@ -76,6 +76,8 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
   return KVS_OK;
 }
 
+static pthread_once_t racecheck = PTHREAD_ONCE_INIT;
+
 static void start_racecheck(void) {
   const char *wanted = getenv("KVSWAP_RACECHECK");
   if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* never stopped */
@@ -92,11 +94,9 @@ static int read_path(const char *wanted, enum kvs_path *path, struct kvs_error *
 }
 
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
   const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
   char *end;
-  pthread_once(&once, start_racecheck);
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
   engine->one_queue = queues && strcmp(queues, "1") == 0;
@@ -114,6 +114,14 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
       return kvs_fail(err, KVS_INVALID, "KVSWAP_PACE_GBPS is '%s'; it is a positive number", gbps);
   }
   return KVS_OK;
+}
+
+int kvs_environment_check(struct kvs_error *err) {
+  struct kvs_engine *engine = calloc(1, sizeof *engine);
+  if (!engine) return kvs_fail(err, KVS_NOMEM, "no memory");
+  int status = read_environment(engine, err);
+  free(engine);
+  return status;
 }
 
 /* Lanes, streams and buffers for the first transfers, so that they are not created beside running work. */
@@ -207,6 +215,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) pthread_mutex_init(&engine->slots[i].lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
   load_costs(engine);
+  pthread_once(&racecheck, start_racecheck);
   int status = read_environment(engine, err);
   if (!status) status = warm_up(engine, err);
   if (status) {

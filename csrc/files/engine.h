@@ -110,4 +110,7 @@ extern const struct kvs_file_engine_ops kvs_file_threads, kvs_file_uring;
 uint8_t *kvs_file_pages_map(size_t nbytes);
 void kvs_file_pages_unmap(uint8_t *pages, size_t nbytes);
 
+/* engine_uring.c */
+int kvs_file_uring_try(struct kvs_error *); /* whether the kernel makes a ring, as kvs_file_uring needs */
+
 #endif

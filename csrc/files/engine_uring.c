@@ -24,6 +24,8 @@ static int open_uring(struct kvs_file_queue *queue, unsigned depth, struct kvs_f
 static void close_uring(struct kvs_file_worker **opened) { (void)opened; }
 static void leave_uring(struct kvs_file_worker *worker) { (void)worker; }
 
+int kvs_file_uring_try(struct kvs_error *err) { return open_uring(NULL, 0, NULL, err); }
+
 #else
 
 #include <errno.h>
@@ -268,9 +270,20 @@ static void register_buffers(struct io_ring *ring) {
     ring->has_buffers = io_uring_register_buffers(&ring->uring, buffers, 2) == 0;
 }
 
+static int refused(int code, struct kvs_error *err) {
+  char text[96];
+  return kvs_fail(err, KVS_UNSUPPORTED, "the kernel refuses io_uring: %s", kvs_file_error_text(code, text));
+}
+
+int kvs_file_uring_try(struct kvs_error *err) {
+  struct io_ring ring = {.fd = -1};
+  int code = make_ring(&ring, 1);
+  close_ring(&ring);
+  return code ? refused(code, err) : KVS_OK;
+}
+
 static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigned nentries, uint8_t *scratch,
                      struct kvs_error *err) {
-  char text[96];
   ring->queue = queue;
   ring->nentries = nentries;
   ring->entries = calloc(nentries, sizeof *ring->entries);
@@ -280,7 +293,7 @@ static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigne
   if (!code) code = register_files(ring);
   if (code) {
     close_ring(ring);
-    return kvs_fail(err, KVS_UNSUPPORTED, "the kernel refuses io_uring: %s", kvs_file_error_text(code, text));
+    return refused(code, err);
   }
   register_buffers(ring);
   ring->started = kvs_thread_start(&ring->thread, NULL, serve, ring) == 0;

@@ -205,12 +205,20 @@ static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t
   Py_RETURN_NONE;
 }
 
-static PyObject *costs_what(PyObject *module, PyObject *device) {
-  struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), device);
+static PyObject *costs_what(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"name", "driver"};
+  static const struct kvs_py_args spec = {"_costs_what", names, 2, 2, 2};
+  struct kvs_device_info info = {0};
+  PyObject *values[2];
+  uint64_t driver;
   char what[KVS_COSTS_WHAT];
-  if (engine == NULL) return NULL;
-  kvs_costs_what(&kvs_engine_device(engine)->info, what);
-  kvs_engine_unref(engine);
+  (void)module;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  const char *name = PyUnicode_AsUTF8(values[0]);
+  if (name == NULL || kvs_py_uint64(values[1], "driver", -1, &driver) < 0) return NULL;
+  snprintf(info.name, sizeof info.name, "%s", name);
+  info.driver = (int)driver;
+  kvs_costs_what(&info, what);
   return PyUnicode_FromString(what);
 }
 
@@ -295,7 +303,8 @@ PyDoc_STRVAR(read_doc, "_costs_read($module, path, /)\n--\n\n"
                        "The costs in a calibration file; None: the built-in ones. IndexError: there is no such file.");
 PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
                         "Write costs to a new file, mode 0600, which replaces the old one.");
-PyDoc_STRVAR(what_doc, "_costs_what($module, device, /)\n--\n\nThe name of a device's calibration.");
+PyDoc_STRVAR(what_doc, "_costs_what($module, /, name, driver)\n--\n\n"
+                       "The name of the calibration of a device, by its name and driver in Device.info.");
 PyDoc_STRVAR(of_doc, "_costs_of($module, device, /)\n--\n\nThe costs that a device uses.");
 PyDoc_STRVAR(use_doc, "_costs_use($module, /, device, costs)\n--\n\n"
                       "Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile.");
@@ -310,7 +319,7 @@ PyDoc_STRVAR(predict_doc,
 PyMethodDef kvs_py_calibration_methods[] = {
     {"_costs_read", costs_read, METH_O, read_doc},
     {"_costs_write", KVS_PY_FASTCALL(costs_write), METH_FASTCALL | METH_KEYWORDS, write_doc},
-    {"_costs_what", costs_what, METH_O, what_doc},
+    {"_costs_what", KVS_PY_FASTCALL(costs_what), METH_FASTCALL | METH_KEYWORDS, what_doc},
     {"_costs_of", costs_of, METH_O, of_doc},
     {"_costs_use", KVS_PY_FASTCALL(costs_use), METH_FASTCALL | METH_KEYWORDS, use_doc},
     {"_costs_path", costs_path, METH_O, path_doc},

@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../base/crc32c.h"
 #include "../files/cufile.h"
+#include "../files/engine.h"
 #include "../files/sys.h"
 
 struct store_object {
@@ -413,6 +415,13 @@ static PyObject *gds(PyObject *module, PyObject *compat) {
   return Py_BuildValue("(Os)", usable ? Py_True : Py_False, note);
 }
 
+static PyObject *facts(PyObject *module, PyObject *unused) {
+  struct kvs_error err = {0};
+  (void)module, (void)unused;
+  KVS_PY_NO_GIL(kvs_file_uring_try(&err));
+  return Py_BuildValue("(ss)", err.message, kvs_crc32c_how());
+}
+
 static PyObject *gds_close(PyObject *module, PyObject *unused) {
   bool closed;
   (void)module, (void)unused;
@@ -424,6 +433,8 @@ PyDoc_STRVAR(gds_doc,
              "_file_gds($module, compat, /)\n--\n\n"
              "(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by "
              "what, or why not), as far as is known without opening libcufile's driver.");
+PyDoc_STRVAR(facts_doc, "_file_facts($module, /)\n--\n\n"
+                        "(Why files are not read and written by io_uring; empty: they are. What computes checksums.)");
 PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
                             "For tests: close libcufile's driver, so that the next store looks for the library again. "
                             "False: a store still uses it.");
@@ -440,6 +451,7 @@ PyDoc_STRVAR(clear_directory_doc,
 
 PyMethodDef kvs_py_file_methods[] = {
     {"_file_clear", clear_directory, METH_O, clear_directory_doc},
+    {"_file_facts", facts, METH_NOARGS, facts_doc},
     {"_file_gds", gds, METH_O, gds_doc},
     {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},

@@ -80,6 +80,13 @@ static PyObject *host_memory(PyObject *module, PyObject *const *args, Py_ssize_t
                        budget.group_knob ? budget.group_knob : "");
 }
 
+static PyObject *environment(PyObject *module, PyObject *unused) {
+  struct kvs_error err = {0};
+  (void)module, (void)unused;
+  kvs_environment_check(&err);
+  return PyUnicode_DecodeFSDefault(err.message);
+}
+
 static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"_shutdown", names, 1, 1, 1};
@@ -106,6 +113,8 @@ PyDoc_STRVAR(host_memory_doc,
              "_host_memory($module, /, root)\n--\n\n"
              "What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.\n"
              "root: put before every path that is read; '': this machine.");
+PyDoc_STRVAR(environment_doc, "_environment($module, /)\n--\n\n"
+                              "Why no device opens with the environment's KVSWAP_... variables; empty: devices open.");
 PyDoc_STRVAR(shutdown_doc,
              "_shutdown($module, /, timeout)\n--\n\n"
              "Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted.");
@@ -117,6 +126,7 @@ PyMethodDef kvs_py_machine_methods[] = {
     ROW(cuda_info, cuda_info),
     {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
     ROW(host_memory, host_memory),
+    {"_environment", environment, METH_NOARGS, environment_doc},
     ROW(shut_down, shutdown),
     {NULL, NULL, 0, NULL},
 };

@@ -62,7 +62,7 @@ def _calibrate(args: argparse.Namespace, deadline: float, out: Document) -> int:
     show = for_person(args)
     show.text(calibrate.summary(result))
     try:
-        _C._costs_write(path, result.costs, _C._costs_what(device))
+        _C._costs_write(path, result.costs, _what(device))
     except ValueError as error:
         raise UsageError(f"it could not be stored: {error}") from None
     show(f"stored in {path}")
@@ -90,10 +90,16 @@ def _show(args: argparse.Namespace, out: Document) -> int:
     return EXIT_OK
 
 
+def _what(device: _C.Device) -> str:
+    from kvswap import _C
+
+    return _C._costs_what(device.info["name"], device.info["driver"])
+
+
 def _path(args: argparse.Namespace, device: _C.Device) -> str:
     from kvswap import _C
 
     try:
-        return args.output or _C._costs_path(_C._costs_what(device))
+        return args.output or _C._costs_path(_what(device))
     except IndexError as error:
         raise UsageError(str(error)) from None

@@ -37,7 +37,6 @@ from kvswap.identity import Identity, Said, folder
 _log = logger("kvswap.lmcache")
 _MOST_KEY = 512
 _HASHED = b"sha256@"  # begins the stored form of hashed keys
-_OPTIONS = (*_options.SHARED_FILES, *_options.IDENTITY)
 _SIZE = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)  # a folder's name
 _MOST_NBYTES = (1 << 63) - 1
 _AGAIN_SECONDS = 10.0  # until files that could not be opened are tried again
@@ -80,7 +79,7 @@ class FileConnector:
         into("lmcache")
         log_build()
         given = {"directory": directory, "capacity": capacity, **options}
-        self._options = _options.read(given, _OPTIONS, "adapter_params")
+        self._options = _options.read(given, _options.FILE_STORAGE, "adapter_params")
         place = self._options.pop("directory")
         self._directories: list[str] = place if isinstance(place, list) else [place]
         self._capacity = self._options.pop("capacity")

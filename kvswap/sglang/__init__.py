@@ -20,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvswap._devices import log_build
+from kvswap._engines import SGLANG
 from kvswap._log import into
 from kvswap.sglang._plugin import register, unregister
 
@@ -35,5 +36,6 @@ def __getattr__(name: str) -> Any:
         into("sglang")
         log_build()
         module = "kvswap.sglang._storage" if name == "FileStorage" else "kvswap.sglang._remote"
-        return getattr(importlib.import_module(module), name)
+        with SGLANG.needed():
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

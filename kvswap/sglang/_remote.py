@@ -55,7 +55,7 @@ class RemoteStorage(FileStorage):
     master: HOST:PORT of mooncake_master. The other options are those of kvswap.remote.RemoteStore.
     """
 
-    _known = _options.REMOTE
+    _known = _options.REMOTE_STORAGE
 
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
         from kvswap.remote import RemoteStore

@@ -25,10 +25,6 @@ from kvswap.sglang._pages import Pages, PageStore
 
 _log = logger("kvswap.sglang")
 _KV = str(PoolName.KV)
-_FOR_SGLANG = {
-    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator", "file_storage_path",
-    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
-}  # fmt: skip
 _MOST_MOVES = 4096
 _EXTRA = "the storage backend's extra config"
 
@@ -50,13 +46,13 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
       False, for network file systems, and a list of directories: the first process writes, the others read.
     """
 
-    _known: tuple[_options.Option, ...] = _options.SHARED_FILES  # of the extra config
+    _known: tuple[_options.Option, ...] = _options.FILE_STORAGE  # of the extra config
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         del kwargs
         self._config = storage_config
         extra = storage_config.extra_config
-        self._options = _options.read(extra, (*self._known, *_options.IDENTITY), _EXTRA, theirs=_FOR_SGLANG)
+        self._options = _options.read(extra, self._known, _EXTRA, theirs=_options.OF_SGLANG)
         self._said = Said.pop(self._options)
         _check(storage_config, extra or {})
         self._lock = threading.Lock()

@@ -21,9 +21,11 @@ Importing this imports no vLLM; its names do, when they are asked for.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvswap._devices import log_build
+from kvswap._engines import VLLM
 from kvswap._log import into
 from kvswap.vllm._plugin import register
 
@@ -41,26 +43,19 @@ __all__ = [
     "RemoteTier",
     "register",
 ]
+_MODULES = {
+    "FileTier": "_file_tier",
+    "KVSwapConnector": "_connector",
+    "KVSwapOffloadingSpec": "_spec",
+    "KVSwapTieringOffloadingSpec": "_spec",
+    "RemoteTier": "_remote_tier",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # vLLM uses kvswap
-        into("vllm")
-        log_build()
-    if name == "KVSwapConnector":
-        from kvswap.vllm import _connector
-
-        return _connector.KVSwapConnector
-    if name == "FileTier":
-        from kvswap.vllm import _file_tier
-
-        return _file_tier.FileTier
-    if name == "RemoteTier":
-        from kvswap.vllm import _remote_tier
-
-        return _remote_tier.RemoteTier
-    if name in ("KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec"):
-        from kvswap.vllm import _spec
-
-        return getattr(_spec, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    into("vllm")  # vLLM uses kvswap
+    log_build()
+    with VLLM.needed():
+        return getattr(importlib.import_module(f"kvswap.vllm.{_MODULES[name]}"), name)

@@ -49,7 +49,6 @@ _EVENTS = 1 << 20  # kept until vLLM takes them
 # the request.
 _UNREADABLE_SECONDS = 60.0
 _MOST_UNREADABLE = 1 << 16
-_OPTIONS = (*_options.FILES, *_options.IDENTITY, _options.flag("enable_kv_events", False))
 
 
 @dataclass
@@ -234,7 +233,7 @@ class FileTier(StoreTier):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        given = _options.read(options, _OPTIONS, tier_of(tier_type))
+        given = _options.read(options, _options.FILE_TIER, tier_of(tier_type))
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         self._identify(offloading_spec, given)
         directory, capacity, events = given.pop("directory"), given.pop("capacity"), given.pop("enable_kv_events")

@@ -27,7 +27,6 @@ _FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again after
 _UNUSED_SECONDS = 60.0  # one that was not used yet is kept longer, as an engine's step can take longer than a second
 _MOST_ANSWERS = 65536
 _MOST_AT_ONCE = 8192
-_OPTIONS = (*_options.REMOTE, *_options.IDENTITY)
 
 
 class _Lookups:
@@ -112,7 +111,7 @@ class RemoteTier(StoreTier):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        given = _options.read(options, _OPTIONS, tier_of(tier_type))
+        given = _options.read(options, _options.REMOTE_TIER, tier_of(tier_type))
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         from kvswap.remote import RemoteStore
 
