@@ -33,6 +33,7 @@ FOLDERS = [
     {"device"},
     {"base"},
     {"kernels"},
+    {"codecs"},
     {""},
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
@@ -43,6 +44,7 @@ RINGS = [
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {
+    "codecs/codec.h": "a codec's functions",
     "base/fork.h": "in_child: a file's own, of a forked child",
     "device/device.h": "a device's functions",
     "device/share.h": "the same, between processes and devices",

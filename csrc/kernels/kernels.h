@@ -5,12 +5,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__)
-#define KVS_BOTH __host__ __device__ static __forceinline__
-#else
-#define KVS_BOTH static inline
-#endif
-
+#include "codecs/both.h"
 #include "crc.h"
 
 /* X(name, symbol in the fatbin, parameter struct) */

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CC = os.environ.get("CC") or "cc"
-HEADERS = ["kvswap.h", "kvswap_file.h"]  # which include all others
+HEADERS = ["kvswap.h", "kvswap_codec.h", "kvswap_file.h"]  # which include all others
 
 
 def surface(include: Path) -> str:
