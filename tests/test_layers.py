@@ -38,7 +38,6 @@ FOLDERS = [
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [
-    {"host/queue.c", "host/run.c"},
     {"files/gds.c", "files/gds_worker.c"},
     {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
 ]
@@ -48,13 +47,13 @@ POINTERS = {
     "base/fork.h": "in_child: a file's own, of a forked child",
     "device/device.h": "a device's functions",
     "device/share.h": "the same, between processes and devices",
-    "device/hooks.h": "the race checker listens",
+    "device/watch.h": "the race checker listens",
     "lanes/state.h": "destroy, free_imports: the end of an engine; release: the caller's own",
     "lanes/registry.c": "servers stop first when the process ends",
     "lanes/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
     "files/item.h": "release: the caller's own",
-    "host/queue.h": "a function that a stream calls",
+    "host/ops.h": "a function that a stream calls",
     "offload/offload.h": "release: the caller's own",
     "paths/path.h": "a path's functions",
 }

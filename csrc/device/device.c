@@ -2,124 +2,12 @@
  *
  * Each wrapper refuses in a forked child and on a lost device, applies a test's fault, makes the call, and notes a
  * loss, so implementations need not. Only the arguments differ, hence the macro below. */
-#include "device/hooks.h"
+#include "device/device.h"
 
 #include <inttypes.h>
-#include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "base/wait.h"
-
-/* -- faults ---------------------------------------------------------------------------------------------------- */
-
-struct kvs_faults {
-  pthread_mutex_t lock;
-  pthread_cond_t changed;                  /* signalled when a fault is set or removed */
-  struct kvs_fault fault[KVS_FAULT_KINDS]; /* guarded by lock */
-  uint64_t seen[KVS_FAULT_KINDS];          /* guarded by lock */
-  uint64_t changes;                        /* guarded by lock */
-};
-
-static struct kvs_faults *faults_of(struct kvs_device *device) {
-  return atomic_load_explicit(&device->faults, memory_order_acquire);
-}
-
-int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const struct kvs_fault *fault,
-                      struct kvs_error *err) {
-  struct kvs_faults *faults = faults_of(device);
-  if (!faults) {
-    struct kvs_faults *none = NULL;
-    faults = calloc(1, sizeof *faults);
-    if (!faults) return kvs_fail(err, KVS_NOMEM, "no memory for the device's faults");
-    pthread_mutex_init(&faults->lock, NULL);
-    kvs_cond_init(&faults->changed);
-    if (!atomic_compare_exchange_strong(&device->faults, &none, faults)) {
-      free(faults);
-      faults = none;
-    }
-  }
-  pthread_mutex_lock(&faults->lock);
-  faults->fault[kind] = *fault;
-  faults->seen[kind] = 0;
-  faults->changes++;
-  pthread_cond_broadcast(&faults->changed);
-  pthread_mutex_unlock(&faults->lock);
-  return KVS_OK;
-}
-
-/* Whether the fault hits occurrence `seen` (from 1). */
-static bool hits(const struct kvs_fault *fault, uint64_t seen) {
-  if (fault->action == KVS_FAULT_NONE || seen < fault->nth) return false;
-  return seen == fault->nth || (fault->every != 0 && (seen - fault->nth) % fault->every == 0);
-}
-
-static void delay_locked(struct kvs_faults *faults, uint64_t delay_ns) {
-  uint64_t deadline = kvs_deadline((int64_t)delay_ns), changes = faults->changes;
-  while (faults->changes == changes && kvs_cond_wait(&faults->changed, &faults->lock, deadline)) continue;
-}
-
-static int fault_call(struct kvs_device *device, const char *operation, struct kvs_error *err) {
-  struct kvs_faults *faults = faults_of(device);
-  struct kvs_fault fault = {.action = KVS_FAULT_NONE};
-  if (!faults) return KVS_OK;
-  pthread_mutex_lock(&faults->lock);
-  const struct kvs_fault *set = &faults->fault[KVS_FAULT_CALL];
-  if (set->action != KVS_FAULT_NONE && (!set->operation[0] || strcmp(set->operation, operation) == 0) &&
-      hits(set, ++faults->seen[KVS_FAULT_CALL]))
-    fault = *set;
-  if (fault.action == KVS_FAULT_DELAY) delay_locked(faults, fault.delay_ns);
-  pthread_mutex_unlock(&faults->lock);
-  switch (fault.action) {
-  case KVS_FAULT_FAIL: {
-    int status = fault.code == KVS_DRIVER_OUT_OF_MEMORY ? KVS_NOMEM : KVS_REFUSED;
-    return kvs_fail_driver(err, status, fault.code, operation, "injected fault");
-  }
-  case KVS_FAULT_LOSE:
-    return kvs_fail_driver(err, KVS_LOST, fault.code, operation, "injected loss of the device");
-  case KVS_FAULT_DELAY:
-  case KVS_FAULT_NONE:
-  case KVS_FAULT_SKIP:
-    break;
-  }
-  return KVS_OK;
-}
-
-static void swap_entries(struct kvs_copies *copies, size_t a, size_t b) {
-  uint64_t dst = copies->dst[a], src = copies->src[a], nbytes = copies->nbytes[a];
-  uint32_t block = copies->block[a];
-  copies->dst[a] = copies->dst[b], copies->src[a] = copies->src[b];
-  copies->nbytes[a] = copies->nbytes[b], copies->block[a] = copies->block[b];
-  copies->dst[b] = dst, copies->src[b] = src, copies->nbytes[b] = nbytes, copies->block[b] = block;
-}
-
-void kvs_dev_fault_copies(struct kvs_device *device, struct kvs_copies *copies, size_t *refused_end, int *code) {
-  struct kvs_faults *faults = faults_of(device);
-  size_t end = copies->count;
-  *refused_end = copies->count;
-  if (!faults) return;
-  pthread_mutex_lock(&faults->lock);
-  const struct kvs_fault *fault = &faults->fault[KVS_FAULT_COPY];
-  *code = fault->code;
-  for (size_t i = 0; fault->action != KVS_FAULT_NONE && i < end;) {
-    if (hits(fault, ++faults->seen[KVS_FAULT_COPY]))
-      swap_entries(copies, i, --end); /* the entry swapped in is not counted yet: look at i again */
-    else
-      i++;
-  }
-  if (fault->action == KVS_FAULT_SKIP) *refused_end = end;
-  pthread_mutex_unlock(&faults->lock);
-  copies->count = end;
-}
-
-bool kvs_dev_fault_on_copies(struct kvs_device *device) {
-  struct kvs_faults *faults = faults_of(device);
-  if (!faults) return false;
-  pthread_mutex_lock(&faults->lock);
-  bool on = faults->fault[KVS_FAULT_COPY].action != KVS_FAULT_NONE;
-  pthread_mutex_unlock(&faults->lock);
-  return on;
-}
+#include "device/faults.h"
+#include "device/watch.h"
 
 /* -- the gate -------------------------------------------------------------------------------------------------- */
 
@@ -141,7 +29,8 @@ int kvs_dev_check(struct kvs_device *device, struct kvs_error *err) {
 
 int kvs_dev_enter(struct kvs_device *device, const char *operation, struct kvs_error *err) {
   int status = kvs_dev_check(device, err);
-  return status ? status : fault_call(device, operation, err);
+  if (status || !atomic_load_explicit(&device->faults, memory_order_relaxed)) return status;
+  return kvs_dev_fault_call(device, operation, err);
 }
 
 int kvs_dev_leave(struct kvs_device *device, int status, const struct kvs_error *err) {
@@ -174,11 +63,8 @@ static _Atomic(const struct kvs_watch *) watch;
 void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&watch, watching, memory_order_release); }
 
 void kvs_dev_close(struct kvs_device *device) {
-  struct kvs_faults *faults = faults_of(device);
   if (kvs_dev_forked(device)) return; /* the threads and the context belong to the parent */
-  if (faults) pthread_cond_destroy(&faults->changed);
-  if (faults) pthread_mutex_destroy(&faults->lock);
-  free(faults);
+  kvs_dev_faults_free(device);
   device->ops->close(device);
 }
 

@@ -160,7 +160,7 @@ struct kvs_device {
   struct kvs_device_info info;
   atomic_int lost;                     /* the driver's code once the device is lost, else 0 */
   _Atomic(const char *) lost_in;       /* the call that reported the loss; NULL before */
-  _Atomic(struct kvs_faults *) faults; /* NULL until a test sets one (device.c) */
+  _Atomic(struct kvs_faults *) faults; /* NULL until a test sets one (faults.h) */
 };
 
 /* Whether the device is the parent's, in the child of a fork. Its locks may be held forever there. */
@@ -205,5 +205,12 @@ void kvs_dev_unbind(struct kvs_device *); /* after a successful bind, on the sam
 
 /* Info of a stream that a transfer is to be ordered with; KVS_CAPTURING if the stream is being captured. */
 int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
+
+struct kvs_watch;
+void kvs_dev_watch(const struct kvs_watch *watch); /* watch.h */
+
+/* Entry of every wrapper: refuses after fork() and on a lost device, injects faults. Leave: notes a loss. */
+int kvs_dev_enter(struct kvs_device *, const char *operation, struct kvs_error *);
+int kvs_dev_leave(struct kvs_device *, int status, const struct kvs_error *);
 
 #endif

@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "device/hooks.h"
-
 #define THROUGH(member, ...)                                                                                           \
   do {                                                                                                                 \
     if (!device->ops->share || !device->ops->share->member)                                                            \

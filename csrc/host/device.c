@@ -20,7 +20,10 @@
 
 #include "host/copy.h"
 #include "host/kernel.h"
-#include "host/parts.h"
+#include "host/queue.h"
+#include "host/run.h"
+#include "host/share.h"
+#include "host/state.h"
 
 #define MAX_PITCH ((uint64_t)INT32_MAX)
 #define MAX_THREADS 1024u

@@ -2,7 +2,7 @@
 #ifndef KVS_HOST_KERNEL_H
 #define KVS_HOST_KERNEL_H
 
-#include "host/queue.h"
+#include "host/ops.h"
 
 /* Size of a kernel's parameters; 0: no such kernel. */
 size_t kvs_host_kernel_params_nbytes(enum kvs_kernel kernel);

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "base/maps.h"
+#include "host/range.h"
 
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
 #define POISON_NBYTES ((size_t)64 << 10)

@@ -42,17 +42,6 @@ int kvs_host_memory_share(struct kvs_host_memory *memory, uint64_t ptr, struct k
 int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle *handle, uint64_t nbytes,
                          uint64_t *ptr, struct kvs_error *err);
 int kvs_host_memory_close(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err);
-/* range.c */
-/* Ranges of chunks: see share.h. */
-int kvs_host_range_reserve(struct kvs_host_memory *memory, uint64_t nbytes, uint64_t *ptr, struct kvs_error *err);
-int kvs_host_range_free(struct kvs_host_memory *memory, uint64_t ptr, uint64_t nbytes, struct kvs_error *err);
-int kvs_host_chunk_map(struct kvs_host_memory *memory, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *err);
-int kvs_host_chunk_unmap(struct kvs_host_memory *memory, uint64_t at, uint64_t nbytes, struct kvs_error *err);
-int kvs_host_chunk_query(struct kvs_host_memory *memory, uint64_t address, uint64_t *base, uint64_t *nbytes,
-                         struct kvs_error *err);
-int kvs_host_chunk_share(struct kvs_host_memory *memory, uint64_t address, int *fd, struct kvs_error *err);
-void kvs_host_chunks_destroy(struct kvs_host_memory *memory);
-/* memory.c */
 int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
                           struct kvs_error *err);
 

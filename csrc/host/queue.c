@@ -7,11 +7,13 @@
  * A stream is a FIFO, active while not empty. The operation at its head is runnable, or is a condition that is not met
  * yet; conditions never occupy a worker (host/run.c). An event points to the mark of its latest recording. */
 #include "host/queue.h"
-#include "base/wait.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "base/wait.h"
+#include "host/run.h"
 
 #define FIRST_HANDLE 16u
 
@@ -45,14 +47,8 @@ int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint
   return KVS_OK;
 }
 
-static void mark_unref(struct kvs_host_mark *mark) {
-  if (!mark || atomic_fetch_sub(&mark->refs, 1) != 1) return;
-  kvs_host_words_unref(mark->words);
-  free(mark);
-}
-
 static void event_free_locked(struct kvs_host_event *event) {
-  mark_unref(event->mark);
+  kvs_host_mark_unref(event->mark);
   kvs_host_words_unref(event->words);
   free(event);
 }
@@ -154,84 +150,6 @@ static int refuse_deadlock(const char *operation, struct kvs_error *err) {
 
 /* -- operations ------------------------------------------------------------------------------------------------ */
 
-struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t behind, struct kvs_error *err) {
-  struct kvs_host_op *op = NULL;
-  if (behind < SIZE_MAX - sizeof *op) op = malloc(sizeof *op + behind);
-  if (!op) {
-    kvs_fail(err, KVS_NOMEM, "no memory to queue work that is described by %zu bytes", behind);
-    return NULL;
-  }
-  memset(op, 0, sizeof *op);
-  op->kind = kind;
-  op->units = units;
-  return op;
-}
-
-void kvs_host_op_free_locked(struct kvs_host_op *op) {
-  bool record = op->kind == KVS_HOST_RECORD;
-  struct kvs_host_mark *mark = record || op->kind == KVS_HOST_WAIT_EVENT ? op->what.mark : NULL;
-  if (record && !atomic_exchange(&mark->done, true) && mark->words) /* dropped on a lost device: release the waiters */
-    kvs_host_words_end(mark->words, mark->number);
-  mark_unref(mark);
-  free(op);
-}
-
-/* The oldest unfinished operation is at the head of some stream. */
-static uint64_t oldest_locked(const struct kvs_host_queue *queue) {
-  uint64_t oldest = UINT64_MAX;
-  for (const struct kvs_host_stream *stream = queue->first; stream; stream = stream->after)
-    if (stream->head->seq < oldest) oldest = stream->head->seq;
-  return oldest;
-}
-
-static void wake_waiters_locked(struct kvs_host_queue *queue) {
-  queue->awaited = KVS_HOST_NEVER;
-  pthread_cond_broadcast(&queue->done);
-}
-
-static void activate_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
-  stream->before = queue->last;
-  stream->after = NULL;
-  *(queue->last ? &queue->last->after : &queue->first) = stream;
-  queue->last = stream;
-}
-
-static void deactivate_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
-  *(stream->before ? &stream->before->after : &queue->first) = stream->after;
-  *(stream->after ? &stream->after->before : &queue->last) = stream->before;
-  if (stream->destroyed) free(stream);
-}
-
-void kvs_host_stream_pop_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
-  struct kvs_host_op *op = stream->head;
-  stream->head = op->next;
-  kvs_host_op_free_locked(op);
-  if (!stream->head) {
-    stream->tail = NULL;
-    deactivate_locked(queue, stream);
-  }
-  if (queue->awaited != KVS_HOST_NEVER && oldest_locked(queue) >= queue->awaited) wake_waiters_locked(queue);
-}
-
-void kvs_host_drop_locked(struct kvs_host_queue *queue) {
-  struct kvs_host_stream *stream = queue->first;
-  while (stream) {
-    struct kvs_host_stream *after = stream->after;
-    struct kvs_host_op *kept = stream->head->running ? stream->head : NULL;
-    struct kvs_host_op *op = kept ? kept->next : stream->head;
-    while (op) {
-      struct kvs_host_op *next = op->next;
-      kvs_host_op_free_locked(op);
-      op = next;
-    }
-    if (kept) kept->next = NULL;
-    stream->head = stream->tail = kept;
-    if (!kept) deactivate_locked(queue, stream);
-    stream = after;
-  }
-  wake_waiters_locked(queue);
-}
-
 /* Whether work may be queued on `handle` now. Finds the stream, and starts the workers if needed. */
 static int admit_locked(struct kvs_host_queue *queue, kvs_stream handle, const char *operation,
                         struct kvs_host_stream **stream, struct kvs_error *err) {
@@ -245,14 +163,7 @@ static int admit_locked(struct kvs_host_queue *queue, kvs_stream handle, const c
 }
 
 static void push_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, struct kvs_host_op *op) {
-  op->seq = queue->next_seq++;
-  if (stream->tail) {
-    stream->tail->next = op;
-  } else {
-    stream->head = op;
-    activate_locked(queue, stream);
-  }
-  stream->tail = op;
+  kvs_host_stream_push_locked(queue, stream, op);
   /* virtual time does not jump here: the caller goes on queueing */
   if (queue->deterministic)
     kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3), false);
@@ -358,7 +269,7 @@ int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, st
   int status = KVS_OK;
   pthread_mutex_lock(&queue->lock);
   uint64_t target = queue->next_seq; /* operations queued from now on are not waited for */
-  while (!status && !(status = check_lost(queue, operation, err)) && oldest_locked(queue) < target) {
+  while (!status && !(status = check_lost(queue, operation, err)) && kvs_host_oldest_locked(queue) < target) {
     if (queue->deterministic) {
       if (!kvs_host_steps_locked(queue, 1, true) && !(status = check_lost(queue, operation, err)))
         status = refuse_deadlock(operation, err);
@@ -458,7 +369,7 @@ static int record_locked(struct kvs_host_queue *queue, struct kvs_host_event *ev
     return status;
   }
   atomic_fetch_add(&mark->refs, 1);
-  mark_unref(event->mark);
+  kvs_host_mark_unref(event->mark);
   event->mark = mark;
   push_locked(queue, stream, op);
   return KVS_OK;
@@ -501,7 +412,7 @@ static int latest_locked(const struct kvs_host_event *event, struct kvs_host_mar
 static int wait_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, struct kvs_host_mark *mark,
                        bool foreign, struct kvs_error *err) {
   struct kvs_host_op *op = mark_op(KVS_HOST_WAIT_EVENT, mark, err);
-  mark_unref(mark);
+  kvs_host_mark_unref(mark);
   if (!op) return KVS_NOMEM;
   op->foreign = foreign;
   push_locked(queue, stream, op);
@@ -538,7 +449,7 @@ int kvs_host_stream_wait_foreign(struct kvs_host_queue *queue, kvs_stream stream
   if (!status)
     status = wait_locked(queue, stream, mark, true, err);
   else
-    mark_unref(mark);
+    kvs_host_mark_unref(mark);
   pthread_mutex_unlock(&queue->lock);
   return status;
 }
@@ -553,7 +464,7 @@ int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event handle, struct 
     status = check_lost(queue, "event_query", err);
     if (!status) status = latest_locked(event, &mark, err);
     if (!status && mark) status = not_ready("event_query", stuck, err);
-    mark_unref(mark);
+    kvs_host_mark_unref(mark);
   }
   pthread_mutex_unlock(&queue->lock);
   return status;

@@ -1,5 +1,7 @@
 /* Ranges of chunks on a host device: reserved address ranges into which anonymous files (memfd) are mapped. A range is
  * device memory from its first byte, and usable when completely mapped. */
+#include "host/range.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -7,8 +9,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include "host/memory.h"
 
 #define GRANULARITY ((uint64_t)65536)
 

@@ -11,6 +11,8 @@
  * Deterministic: no threads. A step picks an operation by the seed, mostly by priority (for a GPU a hint as well), and
  * runs one copy of a batch or one other operation completely, under the lock. Time is virtual: a microsecond a step. If
  * only delays are left, the time advances to the end of the first delay. */
+#include "host/run.h"
+
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +20,7 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "host/copy.h"
-#include "host/device.h"
 #include "host/kernel.h"
-#include "host/queue.h"
 #include "kernels/twins.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)

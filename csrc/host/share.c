@@ -1,10 +1,14 @@
 /* Implementation of share.h for host devices: sharing with other processes. */
+#include "host/share.h"
+
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "host/parts.h"
+#include "host/queue.h"
+#include "host/range.h"
+#include "host/state.h"
 
 /* -- identity -------------------------------------------------------------------------------------------------- */
 

@@ -5,7 +5,7 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "device/hooks.h"
+#include "device/faults.h"
 #include "paths/copies.h"
 #include "paths/direct.h"
 #include "paths/table.h"

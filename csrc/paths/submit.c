@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "device/hooks.h"
+#include "device/faults.h"
 #include "lanes/buffers.h"
 #include "lanes/failure.h"
 #include "lanes/lane.h"

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "device/hooks.h"
+#include "device/faults.h"
 #include "lanes/buffers.h"
 #include "lanes/late.h"
 #include "lanes/read_ids.h"

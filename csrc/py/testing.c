@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "../device/hooks.h"
+#include "../device/faults.h"
 #include "../host/device.h"
 
 static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/hooks.h"
+#include "device/watch.h"
 #include "racecheck/clock.h"
 
 enum { RACES_KEPT = 1000 };

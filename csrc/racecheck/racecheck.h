@@ -1,7 +1,7 @@
 /* The race checker: finds accesses to one block that nothing orders, whatever their timing was in this run.
  *
  * Each stream and event has a vector clock. Every event that kvswap records, waits for or sees reached advances the
- * clocks (kvs_watch in device/hooks.h). Transfers note which blocks they read and write, on which stream, when they are
+ * clocks (kvs_watch in device/watch.h). Transfers note which blocks they read and write, on which stream, when they are
  * queued. Two accesses to the same bytes of a slot, one of them a write, are a race unless the second's stream comes
  * after the first. The host has a clock too: what it has seen to end comes before all that it queues later.
  *

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "device/hooks.h"
+#include "device/faults.h"
 #include "engine/pattern.h"
 #include "host/device.h"
 #include "lanes/state.h"

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "device/hooks.h"
+#include "device/faults.h"
 #include "lanes/state.h"
 
 enum { BLOCKS = 16, NBYTES = 256, MEMORIES = 6 };

@@ -9,7 +9,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "device/hooks.h"
+#include "device/faults.h"
+#include "device/watch.h"
 #include "host/device.h"
 #include "racecheck/clock.h"
 #include "racecheck/racecheck.h"

@@ -1,6 +1,6 @@
-/* What the wrappers of device.c do besides calling the device: inject faults, and report to a watcher. */
-#ifndef KVS_HOOKS_H
-#define KVS_HOOKS_H
+/* Faults of a device, which tests inject. The wrappers of device.c count them. */
+#ifndef KVS_FAULTS_H
+#define KVS_FAULTS_H
 
 #include "device/device.h"
 
@@ -22,7 +22,6 @@ struct kvs_fault {
   uint64_t delay_ns;
 };
 
-/* device.c */
 /* Faults. Set at any time; counters of that kind start again at 0. */
 int kvs_dev_fault_set(struct kvs_device *, enum kvs_fault_kind, const struct kvs_fault *, struct kvs_error *);
 /* Every path passes its planned copies through this. KVS_FAULT_SKIP drops entries. KVS_FAULT_FAIL moves them behind the
@@ -30,20 +29,8 @@ int kvs_dev_fault_set(struct kvs_device *, enum kvs_fault_kind, const struct kvs
 void kvs_dev_fault_copies(struct kvs_device *, struct kvs_copies *, size_t *refused_end, int *code);
 bool kvs_dev_fault_on_copies(struct kvs_device *); /* if true, paths should issue plain copies only */
 
-/* Callbacks about order, for the race checker. Called after the device call succeeded (forget_event: before the call).
- * One watcher in the process, NULL for none; set at any time. */
-struct kvs_watch {
-  void (*recorded)(struct kvs_device *, kvs_event, kvs_stream);
-  void (*waits)(struct kvs_device *, kvs_stream, kvs_event); /* later work of the stream comes after the event */
-  void (*reached)(struct kvs_device *, kvs_event);           /* the host saw the event reached */
-  void (*idle)(struct kvs_device *, kvs_stream);             /* the host saw the stream idle */
-  void (*all_idle)(struct kvs_device *);
-  void (*forget_event)(struct kvs_device *, kvs_event); /* the event is destroyed: its handle may be reused */
-};
-void kvs_dev_watch(const struct kvs_watch *watch);
-
-/* Entry of every wrapper: refuses after fork() and on a lost device, injects faults. Leave: notes a loss. */
-int kvs_dev_enter(struct kvs_device *, const char *operation, struct kvs_error *);
-int kvs_dev_leave(struct kvs_device *, int status, const struct kvs_error *);
+/* For device.c: what a set fault makes of a call; when the device is closed. */
+int kvs_dev_fault_call(struct kvs_device *, const char *operation, struct kvs_error *);
+void kvs_dev_faults_free(struct kvs_device *);
 
 #endif
