@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "bench.h"
+#include "plan/overlap.h"
 #include "plan/plan.h"
 
 static void permute(int64_t *ids, size_t n, uint64_t *state) {

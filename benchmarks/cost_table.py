@@ -18,7 +18,7 @@ from kvswap.typing import ForcedPath
 _HEAD = """\
 /* The costs that serve where nothing was calibrated: those of an H200 on PCIe 5. Made by benchmarks/cost_table.py
  * from a calibration of that machine; do not edit. */
-#include "paths/costs.h"
+#include "paths/costs_default.h"
 
 /* clang-format off */
 static const struct kvs_costs costs = {

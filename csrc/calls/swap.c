@@ -12,6 +12,7 @@
 #include "memory/watch.h"
 #include "paths/choose.h"
 #include "paths/submit.h"
+#include "plan/overlap.h"
 
 int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
   if (!options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;

@@ -36,10 +36,11 @@ struct kvs_crc_params {
 };
 
 /* For the host only: all of `params` but `data` and `result`; x^(8 nbytes); the table for kvs_crc_look_up() that
- * multiplies by a factor. */
+ * multiplies by a factor; the C twin, one CTA's part. */
 void kvs_crc_plan(struct kvs_crc_params *params, uint64_t nbytes);
 uint32_t kvs_crc_power(uint64_t nbytes);
 void kvs_crc_table(uint32_t table[4][256], uint32_t factor);
+void kvs_twin_crc(const struct kvs_crc_params *params, unsigned cta);
 
 #ifdef KVS_BOTH
 

@@ -8,10 +8,6 @@
 /* Do the work of CTA `cta` of `grid`. CTAs may run in any order and concurrently. DELAY does nothing. */
 void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsigned grid);
 
-/* crc.c */
-void kvs_twin_crc(const struct kvs_crc_params *params, unsigned cta); /* one CTA's part, as kvs_twin_run() */
-
-/* twins.c */
 struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params,
                                uint64_t unit); /* COPY, RING and PACK: the piece that a unit moves */
 

@@ -23,6 +23,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "paths/predict.h"
 #include "paths/table.h"
 
 static const char first_line[] = "kvswap calibration 4", last_line[] = "end";

@@ -2,6 +2,8 @@
  * own up. */
 #include "paths/costs.h"
 
+#include "paths/costs_default.h"
+
 void kvs_costs_clear(struct kvs_costs *costs) {
   *costs = (struct kvs_costs){0};
   for (int direction = 0; direction < 2; direction++)

@@ -1,4 +1,5 @@
-/* Costs of the paths: the built-in ones, those of a calibration, and predictions from them. */
+/* Costs of the paths: those of a calibration, fitted to a device. costs_default.h has the built-in ones, predict.h what
+ * follows from them. */
 #ifndef KVS_COSTS_H
 #define KVS_COSTS_H
 
@@ -9,11 +10,6 @@
 struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, enum kvs_direction direction,
                                               enum kvs_priority priority);
 
-/* costs_default.c */
-/* Of an H200 on PCIe 5, driver 580 (costs_default.c). */
-const struct kvs_costs *kvs_costs_default(void);
-
-/* costs.c */
 /* The costs to use on a device whose memory has so many GB/s (0: unknown): those of its calibration, or the built-in
  * ones (NULL). Kernel settings that no calibration has set suit that memory. */
 void kvs_costs_fit(struct kvs_costs *costs, const struct kvs_costs *calibrated, int memory_gbps);
@@ -25,13 +21,5 @@ void kvs_costs_clear(struct kvs_costs *costs);
 #define KVS_COST_MOST_NS 1e10 /* of a start, copy or run */
 #define KVS_COST_MOST_GBPS 1e5
 #define KVS_COST_MOST_CTAS 1024
-
-/* table.c */
-/* Predicted nanoseconds; infinity if the path's costs are unknown or the shape has no parts for the path. BURST:
- * gathering overlaps the copies, except for one burst. KVS_OTHER_DIRECTION costs as KVS_D2H. */
-double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path);
-
-/* KVS_INVALID, with the value: not a number, or out of the plausible range. */
-int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err);
 
 #endif

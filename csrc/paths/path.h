@@ -2,13 +2,18 @@
  * and issuing loop over the rows, and no file outside paths/ compares a path.
  *
  * The order of calls for one transfer, all by the submitting thread:
+ *
  *   claims, predict   AUTO only, for each row that can serve the transfer: choose.c
  *   why_not, check    the path is refused, with a reason, before anything has moved
- *   take              what the path holds while it is queued (the slots of a burst). A path that takes is predicted
- * twice: before, and exactly after take() and measure(), which may depend on what was taken prepare           forms of
- * the plan, memory. The last step that may fail the call issue             once for each group of layers, with the
- * group in view after_refusal     issue() was refused: the path for this group and all later ones close             all
- * groups are issued release           after the lane has the transfer, or the call has failed */
+ *   take, measure     what the path holds while it is queued (the slots of a burst)
+ *   prepare           forms of the plan, memory. The last step that may fail the call
+ *   issue             once for each group of layers, with the group in view
+ *   after_refusal     issue() was refused: the path for this group and all later ones
+ *   close             all groups are issued
+ *   release           after the lane has the transfer, or the call has failed
+ *
+ * A path that takes is predicted twice: before, and exactly after take() and measure(), since the time may depend on
+ * what was taken. */
 #ifndef KVS_PATH_H
 #define KVS_PATH_H
 

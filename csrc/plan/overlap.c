@@ -1,10 +1,10 @@
-/* Do destinations overlap each other or a source? Two checks of different cost, both declared in plan.h:
+/* Do destinations overlap each other or a source? Two checks of different cost:
  *
  * kvs_plan_check_tensors compares whole tensors. It sorts their extents; if some intersect, layouts that interleave
  * with one common stride (K beside V, all layers of a block adjacent) are proved disjoint by their offsets within the
  * stride. kvs_plan_check_disjoint sorts all destinations: for raw pointer lists, and if the first check is
  * inconclusive. */
-#include "plan/plan.h"
+#include "plan/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -56,14 +56,6 @@ int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nb
 
 static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
 
-/* overlap.c */
-/* Copy the tensors to scratch->checked[direction], and check the sizes and strides of the copies. A stride of 0 means
- * nbytes, in all functions here. *disjoint: the extents alone prove that destinations overlap neither each other nor a
- * source; if false, kvs_plan_check_disjoint decides on the planned copies. */
-int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
-                           struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
-
-/* plan.c */
 /* Check both id lists: equal lengths, in range for every tensor (without tensors: from 0 to INT32_MAX), no destination
  * twice. A list without data is not known
  * (gpu_ids, and either list of slots): only its length is checked. */
@@ -97,22 +89,6 @@ struct kvs_plan_bounds {
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
                    bool merge, struct kvs_copies *copies, struct kvs_plan_bounds *bounds, struct kvs_error *err);
 
-/* How messages name a copy: "entry 3", or "block 3 of tensor 1" if the copies are listed by tensor, `per_tensor`
- * each. */
-struct kvs_plan_naming {
-  const char *entry;
-  size_t per_tensor; /* 0: no tensors, or runs were merged */
-};
-
-/* overlap.c */
-struct kvs_plan_bounds kvs_plan_find_bounds(const struct kvs_copies *copies);
-
-/* Check that no destination overlaps another destination or a source. */
-int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_bounds *bounds,
-                            const struct kvs_plan_naming *naming, struct kvs_plan_scratch *scratch,
-                            struct kvs_error *err);
-
-/* plan.c */
 /* Split every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts
  * replace the copy, in order. */
 int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err);

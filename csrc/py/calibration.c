@@ -3,6 +3,8 @@
  * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is
  * empty for a path without run costs. */
 #include "../paths/calibration.h"
+#include "../paths/costs_default.h"
+#include "../paths/predict.h"
 #include "bind.h"
 #include "options.h"
 

@@ -2,6 +2,8 @@
  * and who could have written it. */
 #include "check.h"
 #include "paths/calibration.h"
+#include "paths/costs_default.h"
+#include "paths/predict.h"
 #include "paths/table.h"
 
 #include <errno.h>

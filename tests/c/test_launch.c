@@ -7,6 +7,7 @@
 #include "kernels/kernels.h"
 #include "lanes/state.h"
 #include "paths/costs.h"
+#include "paths/costs_default.h"
 #include "paths/path.h"
 
 enum { MOST = 64, LAYERS = 16 };

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "plan/overlap.h"
 #include "plan/plan.h"
 
 enum { ARENA = 1 << 14 };
