@@ -304,8 +304,6 @@ class _AnyTransfer:
         """Wait for the end; raise the error if the transfer failed or was cancelled.
 
         timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running."""
-    def result(self, timeout: float | None = None) -> None:
-        """The same as wait()."""
     def cancel(self) -> bool:
         """Skip the blocks that have not begun; returns whether there were any. The transfer then ends as
         cancelled, with these blocks among its failed blocks. Always False of a Transfer: work issued to a

@@ -95,7 +95,7 @@ def test_the_five_functions_move_bytes(device: kvswap.Device) -> None:
     kvswap.swap_cache_all_layers(gpu, cpu, *args, 0, device=device)
     assert all((cpu[i][5:7] == gpu[i][3:5]).all() for i in range(2))
     transfer = kvswap.swap_cache_all_layers_async(gpu, cpu, *args, kvswap.Direction.H2D, device=device)
-    transfer.result(LIMIT)
+    transfer.wait(LIMIT)
     assert transfer.nbytes == 4 * NBYTES
     pointers = np.array([gpu[0].ctypes.data], np.uint64), np.array([gpu[1].ctypes.data], np.int64)
     kvswap.swap_blocks_batch(*pointers, np.array([NBYTES]), device=device).wait(LIMIT)
@@ -683,7 +683,7 @@ def test_waiting_with_a_limit(device: kvswap.Device, busy: kvswap.Stream, gate: 
     transfer = swap(cache(), cache(), [1], [1], stream=busy)
     event = kvswap.Event(device)
     event.record(busy)
-    for wait in (transfer.wait, transfer.result, event.synchronize, busy.synchronize, device.synchronize):
+    for wait in (transfer.wait, event.synchronize, busy.synchronize, device.synchronize):
         began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"did not end within 0\.02 s; it goes on"):
             wait(0.02)
@@ -704,7 +704,7 @@ def test_waiting_with_a_limit(device: kvswap.Device, busy: kvswap.Stream, gate: 
 )
 def test_wrong_limits(device: kvswap.Device, timeout: Any, error: type[Exception]) -> None:
     transfer = kvswap.swap_blocks_batch([], [], 1, device=device)
-    for wait in (transfer.wait, transfer.result, device.synchronize, kvswap.Event(device).synchronize):
+    for wait in (transfer.wait, device.synchronize, kvswap.Event(device).synchronize):
         with pytest.raises(error, match="timeout"):
             wait(timeout)
     unlimited: list[Any] = [None, float("inf"), 1e300, np.float32(1), 1]

@@ -160,7 +160,7 @@ def test_nothing_to_do_is_a_transfer(rig: Rig) -> None:
 def test_what_a_transfer_says(rig: Rig) -> None:
     data = blocks_of(4, 3, rig.nbytes)
     store = rig.store.store(keys_of(3), data, range(3))
-    store.result(PATIENCE)
+    store.wait(PATIENCE)
     assert (store.what, store.state, store.num_blocks, store.nbytes) == ("store", "done", 3, 3 * rig.nbytes)
     assert store.error is None and store.failed_blocks.size == 0 and store.reasons == {}
     assert store.elapsed > 0 and store.done() and not store.cancel()

@@ -118,7 +118,7 @@ def test_a_read_only_file_system(small: Disk, shared: bool, caplog: pytest.LogCa
                 with pytest.raises(kvswap.Error, match="errno 30"):
                     store.delete(keys[:1]).wait(PATIENCE)
                 assert store.info["readonly"] and "Read-only file system" in store.info["readonly_note"]
-                assert store.store(keys, data, range(12), replace=False).result(PATIENCE) is None
+                assert store.store(keys, data, range(12), replace=False).wait(PATIENCE) is None
             assert len(warnings_of(caplog)) == 2  # one a store
     finally:
         assert small.remount("rw")

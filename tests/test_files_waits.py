@@ -14,7 +14,7 @@ from kvswap import testing
 from kvswap.files import FileStore, FileTransfer, Layout
 
 # Names that may wait for the disk, each tried below; the others look at memory alone.
-WAITS = {"FileStore", "clear", "close", "refresh", "wait", "result"}
+WAITS = {"FileStore", "clear", "close", "refresh", "wait"}
 NO_WAITS = {
     FileStore: {"store", "load", "delete", "contains", "pin", "unpin", "touch", "keys", "stats", "info",
                 "block_nbytes", "take_events"},
@@ -77,7 +77,6 @@ else:
         "with": lambda: store.__exit__(None, None, None),
         "refresh": lambda: store.refresh(),
         "wait": lambda: transfer.wait(),
-        "result": lambda: transfer.result(),
     }[what]
 begun = 0.0
 
@@ -103,7 +102,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     "what",
     ["open", "check", "stat", "gc", "clear", "close", "close at once", "close of an idle store", "with", "refresh",
-     "wait", "result"],
+     "wait"],
 )  # fmt: skip
 def test_ctrl_c_over_a_disk_that_hangs(tmp_path: Path, what: str) -> None:
     ran = run_python(ENTRIES, WHAT=what, FOLDER=os.fspath(tmp_path / "s"))

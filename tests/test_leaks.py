@@ -311,7 +311,6 @@ TABLE: Rows = {
     "Transfer": lambda t: (t.fresh(), t.fresh().wait(PATIENCE), repr(t.ended), t.wrong(kvswap.Transfer)),
     "Transfer.done": lambda t: (t.fresh().done(), t.failed.done()),
     "Transfer.wait": lambda t: (t.fresh().wait(PATIENCE), t.wrong(t.failed.wait), t.wrong(lambda: t.fresh().wait(0))),
-    "Transfer.result": lambda t: (t.fresh().result(PATIENCE), t.wrong(t.failed.result)),
     "Transfer.cancel": lambda t: t.fresh().cancel(),
     "Transfer.make_wait": lambda t: (t.fresh().make_wait(t.stream), t.wrong(lambda: t.failed.make_wait(t.stream))),
     "Transfer.make_wait_layer": lambda t: (

@@ -361,7 +361,7 @@ def test_a_missing_key_is_a_key_error(store: FileStore) -> None:
     assert str(caught.value) == caught.value.args[0]  # a bare KeyError quotes its message
     load = store.load([b"no"], [block])
     with pytest.raises(kvswap.MissingKey):
-        load.result(PATIENCE)
+        load.wait(PATIENCE)
     assert isinstance(load.reasons[0], KeyError) and isinstance(load.error, KeyError)
     with pytest.raises(KeyError, match=r"keys\[1\] is not in the store"):
         store.store([b"yes"], [block]).wait(PATIENCE)

@@ -63,8 +63,6 @@ def test_while_it_runs_and_after(cache: Cache, path: str) -> None:
             transfer.wait(0.01)
         with pytest.raises(TimeoutError):
             transfer.wait(timeout=0)
-        with pytest.raises(TimeoutError):
-            transfer.result(0.0)
         assert transfer.state == "running"
         blocked.finish()
         assert transfer.done()
@@ -75,7 +73,7 @@ def test_while_it_runs_and_after(cache: Cache, path: str) -> None:
         assert transfer.event.query()
         assert transfer.cancel() is False
         transfer.wait()
-        transfer.result(timeout=0)
+        transfer.wait(timeout=0)
     assert transfer.nbytes == 3 * 96
     assert transfer.num_blocks == 3
     assert transfer.device == cache.device
@@ -309,7 +307,6 @@ def test_ctrl_c_breaks_a_wait(cache: Cache) -> None:
     with Blocked(cache) as blocked:
         waits = (
             blocked.transfer.wait,
-            blocked.transfer.result,
             blocked.transfer.event.synchronize,
             blocked.stream.synchronize,
             cache.device.synchronize,
@@ -477,7 +474,7 @@ def test_refused_copies(cache: Cache, path: str) -> None:
     assert later.sequence == transfer.sequence + 1
     cache.check(gpu_ids, cpu_ids)
     with pytest.raises(kvswap.DeviceError):
-        transfer.result()
+        transfer.wait()
     with pytest.raises(kvswap.DeviceError):
         transfer.make_wait(stream)
 

@@ -55,7 +55,6 @@ WAITS = {
     "shared_pool.c:wait_published": ["SharedPool.wait_ready"],
     "transfer_base.c:kvs_py_any_transfer_wait": [
         "Transfer.wait",
-        "Transfer.result",
         "swap_cache_per_layer",
         "FileTransfer.wait",
     ],
@@ -307,10 +306,6 @@ def call_transfer_wait(stuck: Stuck) -> Call:
     return stuck.transfer(stuck.host()).wait
 
 
-def call_transfer_result(stuck: Stuck) -> Call:
-    return stuck.transfer(stuck.host()).result
-
-
 def call_swap(stuck: Stuck) -> Call:
     gpu, host, stream = stuck.device.alloc(4096), stuck.host(), stuck.hold()
     return lambda: kvswap.swap_cache_per_layer(
@@ -507,7 +502,6 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "SharedPool.close": call_shared_close,
     "SharedPool.wait_ready": call_wait_ready,
     "Stream.synchronize": call_stream_synchronize,
-    "Transfer.result": call_transfer_result,
     "Transfer.wait": call_transfer_wait,
     "_PatternJob.result": call_pattern,
     "host_alloc": call_host_alloc,
@@ -1198,7 +1192,7 @@ def test_waiting_takes_no_processor(device: kvswap.Device) -> None:
         gate.hold(stream)
         event.record(stream)
         transfer = cache.swap([1], [2], stream=stream)
-        waits = [stream.synchronize, event.synchronize, transfer.wait, transfer.result]
+        waits = [stream.synchronize, event.synchronize, transfer.wait]
         for wait in waits + [device.synchronize] * (device.kind == "host"):
             begin = time.process_time()
             with pytest.raises(TimeoutError):

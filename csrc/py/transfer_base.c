@@ -57,27 +57,16 @@ static PyObject *any_done(PyObject *self, PyObject *Py_UNUSED(ignored)) {
   return PyBool_FromLong(kvs_py_any_transfer_poll(self));
 }
 
-static PyObject *wait_as(const struct kvs_py_args *spec, PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *kwnames) {
+static PyObject *any_wait(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"wait", names, 0, 1, 1};
   struct kvs_py_any_transfer *object = object_of(self);
   PyObject *value;
   int64_t timeout_ns;
-  if (kvs_py_args_parse(spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   if (kvs_py_any_transfer_wait(kvs_py_state_of(self), object->kind, object->transfer, timeout_ns) < 0) return NULL;
   Py_RETURN_NONE;
-}
-
-static const char *const wait_names[] = {"timeout"};
-
-static PyObject *any_wait(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const struct kvs_py_args spec = {"wait", wait_names, 0, 1, 1};
-  return wait_as(&spec, self, args, nargs, kwnames);
-}
-
-static PyObject *any_result(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const struct kvs_py_args spec = {"result", wait_names, 0, 1, 1};
-  return wait_as(&spec, self, args, nargs, kwnames);
 }
 
 static PyObject *any_cancel(PyObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -150,7 +139,6 @@ PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the transfer has ended, we
 PyDoc_STRVAR(wait_doc, "wait($self, /, timeout=None)\n--\n\n"
                        "Wait for the end; raise the error if the transfer failed or was cancelled.\n\n"
                        "timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running.");
-PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\nThe same as wait().");
 PyDoc_STRVAR(cancel_doc,
              "cancel($self, /)\n--\n\n"
              "Skip the blocks that have not begun; returns whether there were any. The transfer then ends as\n"
@@ -160,7 +148,6 @@ PyDoc_STRVAR(cancel_doc,
 static PyMethodDef methods[] = {
     {"done", any_done, METH_NOARGS, done_doc},
     {"wait", KVS_PY_FASTCALL(any_wait), METH_FASTCALL | METH_KEYWORDS, wait_doc},
-    {"result", KVS_PY_FASTCALL(any_result), METH_FASTCALL | METH_KEYWORDS, result_doc},
     {"cancel", any_cancel, METH_NOARGS, cancel_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -59,10 +59,6 @@ class RemoteTransfer:
         if self.error is not None:
             raise self.error
 
-    def result(self, timeout: float | None = None) -> None:
-        """The same as wait()."""
-        self.wait(timeout)
-
     def cancel(self) -> bool:
         """Fail the blocks that have no outcome; returns whether the transfer had not ended. Nothing reaches the memory
         of a cancelled load afterwards, once done() is True."""

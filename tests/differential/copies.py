@@ -460,10 +460,7 @@ def hold_up(world: World) -> None:
 @operation(
     6,
     "Transfer",
-    *(
-        f"Transfer.{name}"
-        for name in ("done", "wait", "result", "cancel", "layer_done", "make_wait_layer", "make_wait")
-    ),
+    *(f"Transfer.{name}" for name in ("done", "wait", "cancel", "layer_done", "make_wait_layer", "make_wait")),
     *(
         f"Transfer.{name}"
         for name in ("device", "num_layers", "number", "lane", "sequence", "elapsed", "duration", "path", "state")
@@ -495,7 +492,7 @@ def look(world: World) -> None:
             transfer.make_wait_layer(layer, stream)
     elif choice == 4 and not world.gates:
         with suppress(*([kvswap.Error] if use.faulted or use.tainted else [])):
-            world.rng.choice((transfer.wait, transfer.result))(PATIENCE)
+            transfer.wait(PATIENCE)
     elif choice == 5 and not use.faulted:
         check(transfer.event.device == world.device, "an event's device")
     else:

@@ -414,7 +414,7 @@ class World:
             self.totals.nbytes += transfer.nbytes
         else:
             try:
-                transfer.result(PATIENCE)
+                transfer.wait(PATIENCE)
             except kvswap.Error as raised:
                 check(type(raised) is type(error) and str(raised) == str(error), f"{raised!r} and {error!r}")
             else:

@@ -116,7 +116,6 @@ def tier(world: World) -> Tier:
 FILE_TRANSFER = (
     "done",
     "wait",
-    "result",
     "cancel",
     "what",
     "state",
@@ -256,8 +255,8 @@ def file_told(transfer: FileTransfer, what: str, count: int, mine: Tier) -> None
     check(transfer.nbytes == (0 if what == "delete" else count * mine.nbytes) and transfer.elapsed >= 0, "its bytes")
     check(0 <= transfer.num_kept <= count, "num_kept")
     try:
-        transfer.result(0)
-        check(not failed, "result() raised nothing")
+        transfer.wait(0)
+        check(not failed, "wait() raised nothing")
     except kvswap.Error as error:
         check(str(error) == str(transfer.error), f"{error!r}, {transfer.error!r}")
 

@@ -227,11 +227,11 @@ def note(w: World, me: Mine) -> None:
             _ = checker.races
 
 
-@call(*(f"kvswap.Transfer.{name}" for name in ("cancel", "done", "make_wait", "result", "wait")))
+@call(*(f"kvswap.Transfer.{name}" for name in ("cancel", "done", "make_wait", "wait")))
 def transfer(w: World, me: Mine) -> None:
     one = me.of(w.transfers)
     one.done(), one.cancel(), one.make_wait(me.of(w.streams)), repr(one)
-    me.of([one.wait, one.result])(timeout=PATIENCE if me.chance(2) else 0.001)
+    one.wait(timeout=PATIENCE if me.chance(2) else 0.001)
 
 
 @call("kvswap.Transfer.layer_done", "kvswap.Transfer.make_wait_layer")
@@ -419,13 +419,13 @@ def store(w: World, me: Mine) -> None:
     made.wait(PATIENCE)
 
 
-@call(*(f"kvswap.files.FileTransfer.{name}" for name in ("cancel", "done", "result", "wait")))
+@call(*(f"kvswap.files.FileTransfer.{name}" for name in ("cancel", "done", "wait")))
 def file_transfer(w: World, me: Mine) -> None:
     one = me.of(w.file_transfers)
     one.done(), one.reasons, repr(one)
     if me.chance(4):
         one.cancel()
-    me.of([one.wait, one.result])(timeout=PATIENCE)
+    one.wait(timeout=PATIENCE)
 
 
 ASKED = ("contains", "keys", "pin", "refresh", "stats", "take_events", "touch", "unpin")
