@@ -94,20 +94,10 @@ if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):  # as the core read
     _log_races()
 
 
-def _show_to_top() -> None:
-    """KVSWAP_TOP=1: `kvswap top` sees this process."""
-    import logging
-
+if switch("KVSWAP_TOP") or os.environ.get("KVSWAP_METRICS_PORT"):
     from kvswap import metrics
 
-    try:
-        metrics.serve()
-    except (Error, RuntimeError) as error:
-        logging.getLogger("kvswap").warning("KVSWAP_TOP: %s", error)
-
-
-if switch("KVSWAP_TOP"):
-    _show_to_top()
+    metrics.start_from_environment()
 
 
 if os.environ.get("KVSWAP_NVTX") or os.environ.get("NVTX_INJECTION64_PATH"):

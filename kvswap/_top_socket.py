@@ -57,7 +57,7 @@ def check_folder(folder: Path) -> None:
         raise _C.Error(f"{folder} is not a folder that only this user can use (mode 0700): remove it")
 
 
-def _prepare_folder() -> Path:
+def prepare_folder() -> Path:
     folder = folder_path()
     try:
         with contextlib.suppress(FileExistsError):
@@ -119,7 +119,7 @@ class Server:
     """Answers with snapshot() as JSON until close(). kvswap.Error: the socket cannot be made."""
 
     def __init__(self, snapshot: Callable[[], Any]) -> None:
-        folder = _prepare_folder()
+        folder = prepare_folder()
         remove_stale(folder)
         self._snapshot = snapshot
         self._answer, self._answered = b"", -1.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvswap import _C
+from kvswap import _C, _metrics_port
 from kvswap._devices import DeviceInfo, devices, missing
 from kvswap.commands.parser import suggestion
 from kvswap.replay.units import format_size
@@ -28,8 +28,8 @@ SWITCHES = (
 )  # fmt: skip
 VARIABLES = (  # the tables of docs/configuration.md
     *SWITCHES, "KVSWAP_CALIBRATION", "KVSWAP_CUDA", "KVSWAP_CUFILE", "KVSWAP_DEBUG", "KVSWAP_DISABLE", "KVSWAP_LOG",
-    "KVSWAP_MAX_CTAS", "KVSWAP_NVCC", "KVSWAP_PACE_GBPS", "KVSWAP_PATH", "KVSWAP_RESERVE", "KVSWAP_SANITIZE",
-    "KVSWAP_TEST_BINDINGS", "KVSWAP_URING", "KVSWAP_WERROR",
+    "KVSWAP_MAX_CTAS", "KVSWAP_METRICS_PORT", "KVSWAP_NVCC", "KVSWAP_PACE_GBPS", "KVSWAP_PATH", "KVSWAP_RESERVE",
+    "KVSWAP_SANITIZE", "KVSWAP_TEST_BINDINGS", "KVSWAP_URING", "KVSWAP_WERROR",
 )  # fmt: skip
 
 
@@ -117,6 +117,10 @@ def wrong_variables() -> list[str]:
     file = given.get("KVSWAP_CALIBRATION")
     if file and not os.path.exists(file):
         found.append(f"KVSWAP_CALIBRATION is {file!r}; there is no such file, and built-in costs are used")
+    try:
+        _metrics_port.address_of(given.get(_metrics_port.VARIABLE, "1"))
+    except ValueError as error:
+        found.append(str(error))
     core = _C._environment()
     return [*found, core] if core else found
 

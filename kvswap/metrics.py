@@ -8,7 +8,6 @@ In the child of a fork, only what the child opened is counted. docs/metrics.md l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -18,10 +17,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvswap import _C, _top_socket
 from kvswap._families import families
+from kvswap._log import logger
 from kvswap._switches import switch
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+    from kvswap import _metrics_port
 
 __all__ = [
     "Collector",
@@ -283,10 +285,11 @@ class Collector:
             yield made
 
 
-# -- kvswap top -------------------------------------------------------------------------------------------------------
+# -- kvswap top, and a port for Prometheus -----------------------------------------------------------------------------
 
 _server: _top_socket.Server | None = None
-_serving = threading.Lock()  # while _server changes
+_port: _metrics_port.Server | None = None
+_serving = threading.Lock()  # while these two change
 
 
 def serve(rank: int | str | None = None) -> str:
@@ -306,30 +309,48 @@ def serve(rank: int | str | None = None) -> str:
 
 
 def close() -> None:
-    """Undo serve(): the socket is removed and its thread has ended. Harmless without serve()."""
-    global _server
+    """Undo serve(), and what KVSWAP_METRICS_PORT has started: socket and port are gone, their threads have ended.
+    Harmless without."""
+    global _server, _port
     with _serving:  # a new socket has the same name
         server, _server = _server, None
+        port, _port = _port, None
+        if port is not None:
+            port.close()
         if server is not None:
             server.close()
 
 
+def start_from_environment() -> None:
+    """KVSWAP_TOP=1: serve(). KVSWAP_METRICS_PORT: serve(), and Prometheus finds this process on that port. What cannot
+    be done is a warning."""
+    global _port
+    port = os.environ.get("KVSWAP_METRICS_PORT")
+    if switch("KVSWAP_TOP") is not True and not port:
+        return
+    try:
+        serve()
+        if port:
+            from kvswap import _metrics_port
+
+            address = _metrics_port.address_of(port)
+            with _serving:
+                _port = _port or _metrics_port.Server(*address, snapshot)
+    except (_C.Error, OSError, RuntimeError, ValueError) as error:
+        logger("kvswap.metrics").warning("%s: %s", "KVSWAP_METRICS_PORT" if port else "KVSWAP_TOP", error)
+
+
 def _after_fork() -> None:
-    """The parent's socket is the parent's to remove. A child serves again only if the environment says so."""
-    global _server, _serving
+    """What the parent serves is the parent's. A child serves again only if the environment says so."""
+    global _server, _port, _serving
     _serving = threading.Lock()
     server, _server = _server, None
-    if server is None:
-        return
-    server.abandon()
-    if _wanted():
-        with contextlib.suppress(_C.Error, OSError, RuntimeError):
-            serve()
+    port, _port = _port, None
+    if port is not None:
+        port.abandon()
+    if server is not None:
+        server.abandon()
+        start_from_environment()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _wanted() -> bool:
-    """Whether KVSWAP_TOP asks for serve()."""
-    return switch("KVSWAP_TOP") is True
