@@ -1264,6 +1264,32 @@ def _disk_failed(copy: Any, /) -> list[tuple[int, Exception]]:
 def _file_facts() -> tuple[str, str]:
     """(Why files are not read and written by io_uring; empty: they are. What computes checksums.)"""
 
+def _coding_open(
+    block_nbytes: int, page_nbytes: int, pitch: int, codec: str, fields: tuple[tuple[Any, ...], ...]
+) -> Any:
+    """For kvswap.codecs: how blocks are coded, a capsule. fields: (offset, nbytes, kind, codec or None), each."""
+
+def _coding_info(coding: Any, /) -> tuple[int, int, int, int, int, bool]:
+    """(block_nbytes, page_nbytes, coded_nbytes, coded_page_nbytes, units of a page, lossless)."""
+
+def _coding_encode(
+    coding: Any,
+    blocks: int,
+    stride: int,
+    page_stride: int,
+    coded: int,
+    coded_stride: int,
+    count: int,
+    verdicts: int,
+    valid_nbytes: int,
+) -> int:
+    """Encode blocks at an address to another; returns how many do not fit. verdicts: address of a byte a block."""
+
+def _coding_decode(
+    coding: Any, blocks: int, stride: int, page_stride: int, coded: int, coded_stride: int, count: int, verdicts: int
+) -> int:
+    """The inverse; returns how many blocks are not whole."""
+
 def _file_gds(compat: bool, /) -> tuple[bool, str]:
     """(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by what, or why not), as far as is known without opening libcufile's driver."""
 

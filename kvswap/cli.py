@@ -34,6 +34,7 @@ COMMANDS = (
     "kvswap.commands.replay",
     "kvswap.commands.bench",
     "kvswap.commands.calibrate",
+    "kvswap.commands.codec",
     "kvswap.commands.files",
     "kvswap.commands.remote",
     "kvswap.top",

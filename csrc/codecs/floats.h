@@ -45,17 +45,19 @@ KVS_BOTH struct kvs_number kvs_float_number(struct kvs_float type, uint32_t magn
   return number;
 }
 
-/* The exponent of the highest bit; of 0: -127. */
+enum { KVS_LOG2_OF_0 = -1024 };
+
+/* The exponent of the highest bit; of 0: below that of every number. */
 KVS_BOTH int kvs_log2(uint32_t value) {
 #if defined(__CUDA_ARCH__)
-  return value ? 31 - __clz((int)value) : -127;
+  return value ? 31 - __clz((int)value) : KVS_LOG2_OF_0;
 #else
   union {
     float number; /* exact, and vectorised on every processor */
     uint32_t bits;
   } as;
   as.number = (float)(int32_t)value;
-  return (int)(as.bits >> 23) - 127;
+  return value ? (int)(as.bits >> 23) - 127 : KVS_LOG2_OF_0;
 #endif
 }
 

@@ -215,6 +215,6 @@ extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_met
     kvs_py_testing_methods[], kvs_py_machine_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[],
     kvs_py_calibration_methods[], kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[],
     kvs_py_ipc_handle_methods[], kvs_py_file_methods[], kvs_py_await_methods[], kvs_py_metrics_methods[],
-    kvs_py_trace_methods[], kvs_py_disk_methods[], kvs_py_remote_methods[];
+    kvs_py_trace_methods[], kvs_py_disk_methods[], kvs_py_remote_methods[], kvs_py_codec_methods[];
 
 #endif

@@ -155,6 +155,7 @@ static void test_stable_mxfp8(struct kvs_float type) {
       wrong += kvs_mxfp8_code(type, back, scale) != code || back < before || back > type.most;
       wrong += kvs_mxfp8_code(type, value | type.sign, scale) != (code | 0x80u);
       wrong += kvs_mxfp8_value(type, code | 0x80u, (uint32_t)(scale + 127)) != (back | type.sign);
+      wrong += code == 0 && back != 0;
       before = back;
     }
   }
@@ -175,6 +176,7 @@ static void test_stable_fp4(struct kvs_float type) {
       wrong += kvs_fp4_code(type, back, scale) != code || back < before || back > type.most;
       wrong += kvs_fp4_code(type, value | type.sign, scale) != (code | 8u);
       wrong += kvs_fp4_value(type, code | 8u, scale) != (back | type.sign);
+      wrong += code == 0 && back != 0;
       before = back;
     }
   }

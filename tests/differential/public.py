@@ -22,6 +22,7 @@ MODULES_LEFT_OUT = {
     "bench": "measures; it has a table of its own of what it verified",
     "calibrate": "measures, and writes one file: test_calibrate.py",
     "cli": "the command line over the rest: test_cli.py",
+    "codecs": "arrays in, arrays out: test_codecs.py",
     "commands": "its subcommands: test_cli.py",
     "identity": "names what a stored block is, and moves nothing: test_identity.py",
     "info": "describes the machine: test_cli.py",

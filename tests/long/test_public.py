@@ -29,7 +29,7 @@ import pytest
 from conftest import PATIENCE
 
 import kvswap
-from kvswap import files, memory, testing
+from kvswap import codecs, files, memory, testing
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,8 @@ APART = {
     "kvswap.files.Cleared": "made by clear()",
     "kvswap.files.read_block_files": "plain files, in Python",
     "kvswap.files.write_block_files": "plain files, in Python",
+    "kvswap.codecs.Field": "a tuple",
+    "kvswap.codecs.Verdict": "an enum",
 }
 
 
@@ -68,7 +70,7 @@ def call(*names: str) -> Callable[[Call], Call]:
 
 def public_calls() -> list[str]:
     found = []
-    for module in (kvswap, memory, files):
+    for module in (kvswap, memory, files, codecs):
         for name in module.__all__:
             value = getattr(module, name)
             if not callable(value):
@@ -91,6 +93,7 @@ class World:
         self.shared = memory.SharedPool(f"test-public-{os.getpid()}", THREADS, 4096, device=device)
         layout = files.Layout(NBYTES, model="m")
         self.store = files.FileStore(folder / "store", layout, capacity=1 << 19, device=device, events=100)
+        self.coding = codecs.Coding(NBYTES, "mxfp8")
         self.streams = [kvswap.Stream(device) for _ in range(4)]
         self.events = [kvswap.Event(device) for _ in range(4)]
         self.memories = [device.alloc(8192) for _ in range(3)]
@@ -440,6 +443,15 @@ def store_asked(w: World, me: Mine) -> None:
     w.store.pin(keys)
     w.store.unpin(keys)
     w.store.take_events()
+
+
+@call(*(f"kvswap.codecs.Coding{name}" for name in ("", ".decode", ".encode")))
+def coding(w: World, me: Mine) -> None:
+    own = codecs.Coding(NBYTES, me.of(list(codecs.CODECS))) if me.chance(4) else w.coding
+    block = 0x3E00 | me.rng.integers(0, 1 << 8, NBYTES // 2).astype(np.uint16)
+    coded, _ = own.encode(block)
+    again, _ = own.encode(own.decode(coded)[0])
+    assert np.array_equal(coded, again), repr(own)
 
 
 def attributes(w: World, me: Mine) -> None:

@@ -1,0 +1,229 @@
+"""Codecs by the CPU: against a reference in NumPy that shares no code with them, on random, hostile and real-looking
+blocks; the command. The C tests (tests/c/test_codecs.c) go through every value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import run_python
+from numpy.typing import NDArray
+
+from kvswap.cli import main
+from kvswap.codecs import CODECS, KINDS, Coding, Field, Verdict, measure, reader
+
+pytestmark = pytest.mark.host_device
+HOSTILE = ("random", "every exponent", "one value apart", "subnormals", "NaN payloads", "zeros", "saturated")
+
+
+def words(what: str, count: int, seed: int = 1) -> NDArray[np.uint16]:
+    rng = np.random.default_rng(seed)
+    random = rng.integers(0, 1 << 16, count).astype(np.uint16)
+    made = {
+        "random": random,
+        "every exponent": (random & 0x807F) | (np.arange(count) % 256 << 7).astype(np.uint16),
+        "one value apart": np.where(np.arange(count) % 331 == 7, random, 0x3F80 | random & 0x807F).astype(np.uint16),
+        "subnormals": random & 0x80FF,
+        "NaN payloads": np.where(np.arange(count) % 1000 == 5, 0x7F80 | random, 0x3F80 | random & 0x807F),
+        "zeros": random & 0x8000,
+        "saturated": np.where(np.arange(count) % 700 == 9, 0x7F7F, 0x4000 | random & 0x80FF),
+        "normal": measure.to_bf16(rng.standard_normal(count)),
+    }
+    return made[what].astype(np.uint16)
+
+
+def compare(coding: Coding, block: NDArray[np.uint16]) -> Verdict:
+    """Both encoders give the same bytes, both decoders too, and coding what was decoded changes nothing."""
+    coded, verdicts = coding.encode(block)
+    wanted, verdict = reader.encode_block(coding, block)
+    assert verdicts.tolist() == [verdict]
+    assert np.array_equal(coded[0], wanted)
+    back, found = coding.decode(coded)
+    same, again = reader.decode_block(coding, coded[0])
+    assert np.array_equal(back[0], same) and found.tolist() == [again] == [verdict]
+    if verdict == Verdict.GOOD:
+        assert np.array_equal(coding.encode(back)[0], coded)
+    return verdict
+
+
+@pytest.mark.parametrize("what", [*HOSTILE, "normal"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_bytes_as_the_reference(codec: str, what: str) -> None:
+    for kind in ("bf16", "fp16") if codec != "exact" else ("bf16",):
+        for values in (1, 31, 512, 1000, 4096, 16384 + 520):
+            coding = Coding(2 * values, codec, fields=[(0, 2 * values, kind)])
+            verdict = compare(coding, words(what, values, seed=values))
+            if codec != "exact" or what in ("normal", "subnormals", "zeros"):
+                assert verdict == Verdict.GOOD
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_exact_loses_no_bit_or_says_so(what: str) -> None:
+    block = words(what, 8192)
+    coding = Coding(block.nbytes, "exact")
+    coded, verdicts = coding.encode(block)
+    back, found = coding.decode(coded)
+    fits = what in ("subnormals", "NaN payloads", "zeros")  # the others have values too far below the largest
+    assert found[0] == verdicts[0] == (Verdict.GOOD if fits else Verdict.NOT_STORED)
+    assert np.array_equal(back[0], block.view(np.uint8) if verdicts[0] == Verdict.GOOD else np.zeros(block.nbytes))
+
+
+LATENT = [Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16")]
+FIELDS = {
+    "latent": (656 * 64, {"fields": LATENT, "pitch": 656, "page_nbytes": 656 * 16}),
+    "latent, two codecs": (656 * 64, {"fields": [*LATENT[:2], Field(528, 128, "bf16", "mxfp8")], "pitch": 656}),
+    "halves": (4 * 40960, {"fields": [Field(0, 20480, "bf16"), Field(20480, 20480, "bf16")], "page_nbytes": 40960}),
+    "halves by pitch": (4 * 40960, {"pitch": 20480, "page_nbytes": 40960}),
+    "token by token": (64 * 4096, {"fields": [(2048, 2048, "bf16"), (0, 2048, "bf16")], "pitch": 4096}),
+    "odd gaps": (30 * 77, {"fields": [(3, 6, "bf16"), (20, 50, "bf16")], "pitch": 77}),
+    "long rows": (2 * 70000, {"fields": [(4, 69000, "bf16")], "pitch": 70000}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields(name: str) -> None:
+    nbytes, options = FIELDS[name]
+    coding = Coding(nbytes, "exact", **options)  # type: ignore[arg-type]
+    units = reader.units_of(coding)
+    assert len(units) == coding.units
+    pages = coding.block_nbytes // coding.page_nbytes
+    assert sum(unit.coded_nbytes for unit in units) * pages == coding.coded_nbytes
+    covered = np.zeros(coding.page_nbytes, int)
+    for unit in units:
+        covered[reader._rows(covered, unit)] += 1  # type: ignore[arg-type]
+    assert (covered == 1).all()
+    for seed in range(3):
+        block = words("normal", -(-nbytes // 2), seed).view(np.uint8)[:nbytes]
+        compare(coding, block)  # type: ignore[arg-type]
+
+
+def test_damage_is_found_or_stays_inside() -> None:
+    """Both decoders agree on changed bytes, and on bytes that never were a block."""
+    rng = np.random.default_rng(3)
+    seen = set()
+    for codec in CODECS:
+        coding = Coding(6000, codec, fields=[(0, 5000, "bf16"), (5000, 1000, "raw")])
+        whole = coding.encode(words("normal", 3000))[0][0]
+        for _ in range(200):
+            coded = whole.copy()
+            where = rng.integers(0, len(coded) if rng.integers(2) else 16, 1 + rng.integers(4))
+            coded[where] = rng.integers(0, 256, len(where))
+            back, verdicts = coding.decode(coded)
+            same, verdict = reader.decode_block(coding, coded)
+            assert verdicts[0] == verdict and np.array_equal(back[0], same)
+            seen.add(verdict)
+    assert seen >= {Verdict.GOOD, Verdict.DAMAGED}
+
+
+def test_errors_stay_within_what_the_docs_say() -> None:
+    data = measure.synthetic()
+    by_codec = {report.codec: report for report in measure.measure(data)}
+    assert by_codec["exact"].error == {"k": 0, "v": 0} and by_codec["exact"].ratio < 0.7645
+    assert max(by_codec["mxfp8"].error.values()) < 0.03 and by_codec["mxfp8"].ratio < 0.52
+    assert max(by_codec["fp4"].error.values()) < 0.1 and by_codec["fp4"].ratio < 0.286
+
+
+def test_arguments() -> None:
+    coding = Coding(4096, "exact", page_nbytes=2048)
+    assert (coding.block_nbytes, coding.page_nbytes, coding.units, coding.lossless) == (4096, 2048, 1, True)
+    assert coding.ratio < 0.775 and "4096 bytes coded to 3168" in repr(coding)
+    blocks = np.zeros((3, 2048), np.uint16)
+    out = np.empty((3, coding.coded_nbytes), np.uint8)
+    coded, _ = coding.encode(blocks, out=out)
+    assert np.shares_memory(coded, out)
+    half = coding.encode(words("normal", 2048), valid_nbytes=1024)[0]
+    cut = words("normal", 2048).reshape(2, -1).copy()
+    cut[:, 512:] = 0
+    assert np.array_equal(half, coding.encode(cut)[0])
+    for wrong, error in (
+        (lambda: coding.encode([1, 2]), "must be a NumPy array"),  # type: ignore[arg-type]
+        (lambda: coding.encode(np.zeros(100, np.uint8)), "not a whole number of 4096"),
+        (lambda: coding.encode(np.zeros((2, 4096), np.uint16)[:, ::2]), "C-contiguous"),
+        (lambda: coding.encode(blocks, out=out[:2]), "room for 2 blocks, not 3"),
+        (lambda: Coding(4096, "zip"), "there are exact, mxfp8, fp4"),
+        (lambda: Coding(4096, "exact", fields=[(0, 7, "bf16")]), r"fields\[0\] has 7 bytes"),
+        (lambda: Coding(4096, "exact", fields=[(0, 8, "int8")]), "must be one of 'raw', 'bf16'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            wrong()
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        coding.encode(blocks, out=out)
+    assert KINDS[0] == "raw"
+
+
+def test_encoding_runs_beside_python() -> None:
+    """Without the GIL: many threads, each with the bytes that one alone gives."""
+    run_python(
+        "import numpy as np, threading\n"
+        "from kvswap.codecs import Coding\n"
+        "coding = Coding(1 << 16, 'mxfp8')\n"
+        "blocks = np.random.default_rng(1).integers(0, 1 << 16, (8, 1 << 15)).astype(np.uint16)\n"
+        "wanted, found = coding.encode(blocks)[0], [None] * 8\n"
+        "def work(i): found[i] = coding.encode(blocks[i])[0][0]\n"
+        "threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]\n"
+        "[t.start() for t in threads], [t.join() for t in threads]\n"
+        "assert np.array_equal(np.stack(found), wanted)\n"
+    )
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    keys, values = rng.standard_normal((2, 2, 3, 200, 64), np.float32)
+    if path.suffix == ".npz":
+        np.savez(path, k=measure.to_bf16(keys), v=measure.to_bf16(values))
+        return path
+    items = {"key.0": keys[0], "key.1": keys[1], "value.0": values[0], "value.1": values[1]}
+    header, data = {"__metadata__": {"by": "a test"}}, b""
+    for name, array in items.items():
+        part = measure.to_bf16(array).tobytes()
+        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(part)]}  # type: ignore[dict-item]
+        data += part
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_the_command_reads_both_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for name in ("kv.npz", "kv.safetensors"):
+        assert main(["codec", str(write(tmp_path / name)), "--json", "--length", "64", "--length", "100000"]) == 0
+        text = capsys.readouterr()
+        assert "exact: 1.3" in text.err and "no bit is lost" in text.err
+        found.append(json.loads(text.out))
+    assert found[0]["codecs"] == found[1]["codecs"]
+    exact, mxfp8, fp4 = found[0]["codecs"]
+    assert exact["not_stored"] == 0 and list(exact["attention"]) == ["64"]
+    assert 0 < mxfp8["attention"]["64"]["both"] < fp4["attention"]["64"]["both"] < 0.2
+    assert [len(report["layers"]) for report in found[0]["codecs"]] == [2, 2, 2]
+
+
+def test_the_command_on_synthetic_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["codec", "--outliers", "4096", "--codec", "fp4", "--length", "256"]) == 0
+    assert "a key channel in 32 times 4096" in capsys.readouterr().out
+
+
+def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "other.npz", weights=np.zeros(3))
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 40)
+    for name, says in (
+        ("other.npz", "has weights; keys begin with 'k'"),
+        ("bad.safetensors", "not a .safetensors file"),
+        ("kv.txt", "must be an .npz or a .safetensors file"),
+        ("none.npz", "No such file"),
+    ):
+        assert main(["codec", str(tmp_path / name)]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["codec", str(write(tmp_path / "kv.npz")), "--block", "1000"]) == 2
+    assert "has 200 tokens; a block has 1000" in capsys.readouterr().err
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: .ci/run has a step with it")
+    assert main(["codec", str(write(tmp_path / "kv.npz")), "--plot", str(tmp_path / "kv.svg")]) == 0
+    assert "relative error of attention" in (tmp_path / "kv.svg").read_text()
