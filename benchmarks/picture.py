@@ -17,7 +17,7 @@ ROW = re.compile(
 
 def draw(record: Path, picture: Path) -> None:
     """A bar a row of the record's first table: the model's slow-down, and the copies' speed beside it."""
-    first = record.read_text(encoding="utf-8").split("\n== ")[0]
+    first = record.read_text(encoding="utf-8").split("\n== ")[1]
     rows = [match.groupdict() for match in ROW.finditer(first)]
     names = [
         "one bare copy"

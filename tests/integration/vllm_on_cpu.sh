@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Real packages of vLLM on the CPU platform: what benchmarks/results/vllm/cpu.txt has, a part for each release and each
-# way that it can be configured. Half an hour on two cores.
+# Real packages of vLLM on the CPU platform, a part for each release and each way that it can be configured. Half an hour
+# on two cores.
 #   bash tests/integration/vllm_on_cpu.sh SOURCES OUT [PART...]
 # SOURCES: a folder of unpacked source packages, vllm-0.26.0 and so on. OUT: the record's file. PART: these alone, such
 # as simple-0.26.0. python3 is one that has torch, pytest and what vLLM imports, and finds kvswap built without CUDA.
 set -uo pipefail
 sources=$(realpath "$1") out=$2
-[ ! -d "$out" ] || { echo "$out is a folder;OUT is the record's file" >&2;exit 2;}
+[ ! -d "$out" ] || { echo "$out is a folder; OUT is the record's file" >&2; exit 2; }
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
@@ -46,8 +46,8 @@ TABLE
 wanted=" $* "
 status=0 ran=0
 : >"$out"
-while IFS=';' read -r name releases options;do
-  for release in $releases;do
+while IFS=';' read -r name releases options; do
+  for release in $releases; do
     part=$name-$release
     [ $# = 0 ] || [[ $wanted == *" $part "* ]] || continue
     ran=$((ran + 1))
@@ -58,10 +58,10 @@ while IFS=';' read -r name releases options;do
     timeout 400 python3 -P -W ignore "$here/$program" "$sources/vllm-$release" $options >"$work/log" 2>"$work/errors" </dev/null
     code=$?
     grep -vE '^(INFO|WARNING|FAILED|=+ short test summary)' "$work/log" | cat -s >>"$out"
-    [ $code = 0 ] || { tail -n 20 "$work/errors" >>"$out";echo "exit status $code" >>"$out";status=1;}
+    [ $code = 0 ] || { tail -n 20 "$work/errors" >>"$out"; echo "exit status $code" >>"$out"; status=1; }
     echo >>"$out"
     echo "$part: exit status $code after $SECONDS s"
   done
 done < <(table)
-[ $# = 0 ] || [ $ran = $# ] || { echo "of $# parts that were asked for, $ran are in the table above" >&2;exit 2;}
+[ $# = 0 ] || [ $ran = $# ] || { echo "of $# parts that were asked for, $ran are in the table above" >&2; exit 2; }
 exit $status
