@@ -1,6 +1,6 @@
 /* Arguments: one parser driven by a table of names, and the conversions of plain values. Every message begins with the
  * name of the argument and, in a list, the index. */
-#include "bind.h"
+#include "args.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -182,5 +182,16 @@ int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value) {
 int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected) {
   if (count == expected) return 0;
   PyErr_Format(PyExc_ValueError, "%s has %zu items, but %s has %zu", name, count, other, expected);
+  return -1;
+}
+
+int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) {
+  PyObject *shape = PyObject_GetAttrString(object, "shape");
+  if (shape == NULL) PyErr_Clear();
+  kvs_py_complain(PyExc_ValueError, name, index,
+                  "is not contiguous (shape %S): to use its memory in place pass its address, data_ptr() or "
+                  ".ctypes.data, and a stride; a contiguous copy has other memory, so it serves as a source only",
+                  shape == NULL ? Py_None : shape);
+  Py_XDECREF(shape);
   return -1;
 }

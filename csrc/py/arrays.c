@@ -2,7 +2,9 @@
  * right type is read in place. */
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
-#include "bind.h"
+#include "arrays.h"
+#include "args.h"
+#include "objects.h"
 
 #include <numpy/arrayobject.h>
 

@@ -4,10 +4,12 @@
  * The end of work on a device is found by asking, as wait() does. Between two looks the thread sleeps, for a hundredth
  * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited, until it is told
  * that there is something new to wait for. */
-#include "base/fork.h"
-#include "base/wait.h"
-#include "files.h"
-#include "transfer.h"
+#include "await.h"
+#include "../base/fork.h"
+#include "../base/wait.h"
+#include "args.h"
+#include "module.h"
+#include "objects.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t told;

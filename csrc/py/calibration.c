@@ -5,7 +5,10 @@
 #include "../paths/calibration.h"
 #include "../paths/costs_default.h"
 #include "../paths/predict.h"
-#include "bind.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
+#include "open.h"
 #include "options.h"
 
 #include <string.h>

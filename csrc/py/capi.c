@@ -1,8 +1,14 @@
 /* kvswap._C._API: the table of kvswap_capi.h in a capsule, for other extensions. */
 #define KVSWAP_CAPI_PROVIDER
-#include "files.h"
-
+#include "capi.h"
 #include "../kvswap_capi.h"
+#include "args.h"
+#include "errors.h"
+#include "file_transfer.h"
+#include "handle.h"
+#include "objects.h"
+#include "open.h"
+#include "transfer.h"
 
 /* These functions have no object of the module at hand, and the module has no second instance. */
 static struct kvs_py_state *state_now(void) {

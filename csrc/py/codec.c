@@ -1,6 +1,8 @@
 /* Codecs by the CPU, for kvswap.codecs, which checks arrays: here are addresses. A coding is a capsule. */
 #include "../kvswap_codec.h"
-#include "bind.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
 
 static const char capsule_name[] = "kvswap._C._Coding";
 static const char *const kind_names[] = {"raw", "bf16", "fp16", "e4m3", "e5m2", "fp32"};

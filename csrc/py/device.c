@@ -1,38 +1,19 @@
 /* kvswap.Device. */
+#include "address.h"
+#include "args.h"
+#include "device_facts.h"
+#include "errors.h"
+#include "memory.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
 #include "options.h"
+#include "wait.h"
 
 #include <stdio.h>
 #include <string.h>
 
-struct device_object {
-  PyObject_HEAD
-  struct kvs_engine *engine;
-};
-
-struct kvs_engine *kvs_py_device_engine(PyObject *device) { return ((struct device_object *)device)->engine; }
-
 /* -- the type ------------------------------------------------------------------------------------------------------ */
-
-PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine) {
-  PyTypeObject *type = (PyTypeObject *)state->device_type;
-  struct device_object *self = (struct device_object *)type->tp_alloc(type, 0);
-  if (self == NULL)
-    kvs_engine_unref(engine);
-  else
-    self->engine = engine;
-  return (PyObject *)self;
-}
-
-PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine) {
-  kvs_engine_ref(engine);
-  return kvs_py_device_new(state, engine);
-}
-
-void kvs_py_object_free(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
 
 static PyObject *device_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"name", NULL};
@@ -350,7 +331,7 @@ static PyType_Slot slots[] = {
 
 PyType_Spec kvs_py_device_spec = {
     .name = "kvswap.Device",
-    .basicsize = sizeof(struct device_object),
+    .basicsize = sizeof(struct kvs_py_device),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };

@@ -1,5 +1,8 @@
 /* Device.info and Device.stats(). */
+#include "device_facts.h"
+#include "objects.h"
 #include "options.h"
+#include "wait.h"
 
 static PyObject *uuid_text(const unsigned char *uuid) {
   char text[40] = "";

@@ -4,8 +4,10 @@
  * What the ids must come after: DLPack's producer makes a stream wait that it is given. The transfer starts after that
  * stream, which is the caller's `stream`, else the device's compute stream. __cuda_array_interface__ names the
  * producer's stream, which the transfer starts after. */
-#include "ids.h"
-#include "options.h"
+#include "device_ids.h"
+#include "address.h"
+#include "args.h"
+#include "objects.h"
 
 int kvs_py_on_device(struct kvs_py_state *state, PyObject *ids) {
   PyObject *interface;

@@ -1,7 +1,12 @@
 /* Copies of files on a stream, for kvswap.trtllm. */
-#include "bind.h"
-
 #include "../files/disk.h"
+#include "args.h"
+#include "arrays.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
 
 static const char capsule_name[] = "kvswap._C._DiskCopy";
 

@@ -1,6 +1,8 @@
 /* DLPack. The capsule is not consumed: it is kept alive until the transfer ends, and its own destructor then calls the
  * producer's deleter. The structures below are DLPack's public ABI, versions 0 and 1. */
-#include "ids.h"
+#include "dlpack.h"
+#include "args.h"
+#include "objects.h"
 
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_FLAG_READ_ONLY = 1, DL_FLAG_IS_COPIED = 2 };

@@ -1,5 +1,6 @@
 /* kvswap's exceptions, and the one function that turns the core's error into an exception. */
-#include "bind.h"
+#include "errors.h"
+#include "objects.h"
 
 #include <string.h>
 

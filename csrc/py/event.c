@@ -1,24 +1,19 @@
 /* kvswap.Event: an event that the object owns, or a transfer's completion event, which then holds the transfer. */
+#include "event.h"
 #include "../device/share.h"
-#include "bind.h"
+#include "args.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "wait.h"
 
-struct event_object {
-  PyObject_HEAD
-  struct kvs_engine *engine;
-  kvs_event handle;
-  struct kvs_transfer *transfer; /* owner of the event; NULL: the object owns it */
-};
-
-static struct event_object *as_event(PyObject *self) { return (struct event_object *)self; }
-
-struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle) {
-  *handle = as_event(event)->handle;
-  return as_event(event)->engine;
-}
+static struct kvs_py_event *as_event(PyObject *self) { return (struct kvs_py_event *)self; }
 
 /* Steals the reference to engine. */
-static struct event_object *event_alloc(PyTypeObject *type, struct kvs_engine *engine) {
-  struct event_object *self = (struct event_object *)type->tp_alloc(type, 0);
+static struct kvs_py_event *event_alloc(PyTypeObject *type, struct kvs_engine *engine) {
+  struct kvs_py_event *self = (struct kvs_py_event *)type->tp_alloc(type, 0);
   if (self == NULL)
     kvs_engine_unref(engine);
   else
@@ -39,7 +34,7 @@ static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwar
     return NULL;
   }
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
-  struct event_object *self = engine == NULL ? NULL : event_alloc(type, engine);
+  struct kvs_py_event *self = engine == NULL ? NULL : event_alloc(type, engine);
   if (self == NULL) return NULL;
   KVS_PY_NO_GIL(rc = shared ? kvs_dev_event_create_shared(kvs_engine_device(engine), &self->handle, &err)
                             : kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err));
@@ -52,7 +47,7 @@ static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwar
 PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle) {
   struct kvs_error ignored = {0};
   kvs_engine_ref(engine);
-  struct event_object *self = event_alloc((PyTypeObject *)state->event_type, engine);
+  struct kvs_py_event *self = event_alloc((PyTypeObject *)state->event_type, engine);
   if (self != NULL)
     self->handle = handle;
   else
@@ -64,7 +59,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
   struct kvs_engine *engine = kvs_transfer_engine(transfer);
   struct kvs_error err = {0};
   kvs_engine_ref(engine);
-  struct event_object *self = event_alloc((PyTypeObject *)state->event_type, engine);
+  struct kvs_py_event *self = event_alloc((PyTypeObject *)state->event_type, engine);
   if (self == NULL) return NULL;
   kvs_transfer_ref(transfer);
   self->transfer = transfer;
@@ -76,7 +71,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
 }
 
 static void event_dealloc(PyObject *object) {
-  struct event_object *self = as_event(object);
+  struct kvs_py_event *self = as_event(object);
   struct kvs_error ignored = {0}; /* a destructor cannot raise */
   if (self->transfer != NULL)
     kvs_transfer_unref(self->transfer);
@@ -87,7 +82,7 @@ static void event_dealloc(PyObject *object) {
 }
 
 static PyObject *event_repr(PyObject *object) {
-  struct event_object *self = as_event(object);
+  struct kvs_py_event *self = as_event(object);
   return PyUnicode_FromFormat("<kvswap.Event %p on %s%s>", (void *)(uintptr_t)self->handle,
                               kvs_engine_name(self->engine), self->transfer != NULL ? ", of a transfer" : "");
 }
@@ -103,7 +98,7 @@ static PyObject *event_device(PyObject *object, void *unused) {
 }
 
 static PyObject *event_record(PyObject *object, PyObject *stream) {
-  struct event_object *self = as_event(object);
+  struct kvs_py_event *self = as_event(object);
   struct kvs_py_state *state = kvs_py_state_of(object);
   struct kvs_error err = {0};
   uint64_t handle;
@@ -120,7 +115,7 @@ static PyObject *event_record(PyObject *object, PyObject *stream) {
 
 /* A kvswap Stream may be of another device of the kind. */
 static PyObject *event_wait(PyObject *object, PyObject *stream) {
-  struct event_object *self = as_event(object);
+  struct kvs_py_event *self = as_event(object);
   struct kvs_py_state *state = kvs_py_state_of(object);
   struct kvs_engine *engine = self->engine;
   struct kvs_error err = {0};
@@ -141,7 +136,7 @@ static PyObject *event_wait(PyObject *object, PyObject *stream) {
 }
 
 static int poll_event(void *object, struct kvs_error *err) {
-  struct event_object *self = object;
+  struct kvs_py_event *self = object;
   return kvs_dev_event_query(kvs_engine_device(self->engine), self->handle, err);
 }
 
@@ -157,7 +152,7 @@ static PyObject *event_synchronize(PyObject *object, PyObject *const *args, Py_s
 }
 
 static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
-  struct event_object *self = as_event(object);
+  struct kvs_py_event *self = as_event(object);
   struct kvs_py_state *state = kvs_py_state_of(object);
   struct kvs_error err = {0};
   uint64_t ns = 0;
@@ -231,7 +226,7 @@ static PyType_Slot slots[] = {
 
 PyType_Spec kvs_py_event_spec = {
     .name = "kvswap.Event",
-    .basicsize = sizeof(struct event_object),
+    .basicsize = sizeof(struct kvs_py_event),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };

@@ -1,10 +1,9 @@
 /* kvswap.files.FileTransfer: the handle of a list of blocks being stored, loaded or deleted. It holds its store. */
-#include "files.h"
+#include "file_transfer.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
 #include "transfer.h"
-
-struct kvs_file_transfer *kvs_py_file_transfer_core(PyObject *self) {
-  return ((struct kvs_py_any_transfer *)self)->transfer;
-}
 
 static struct kvs_file_transfer *core(PyObject *self) { return kvs_py_file_transfer_core(self); }
 

@@ -1,6 +1,9 @@
 /* Streams by their driver's handle, and the list of what a transfer starts after. */
+#include "handle.h"
 #include "../device/share.h"
-#include "bind.h"
+#include "args.h"
+#include "arrays.h"
+#include "objects.h"
 
 /* An argument's name and position, for messages. */
 struct argument {

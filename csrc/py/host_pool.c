@@ -1,6 +1,10 @@
 /* kvswap.memory.HostPool: blocks of host memory of this process. */
-#include "host_pool.h"
 #include "../base/wait.h"
+#include "args.h"
+#include "host_pool_base.h"
+#include "module.h"
+#include "objects.h"
+#include "wait.h"
 
 enum { NUM_BLOCKS, BLOCK_NBYTES, MAX_BLOCKS, COMMON };
 

@@ -1,12 +1,17 @@
 /* Private functions of kvswap's modules: facts of the machine that need no open device, a delay, the end of the
  * process. */
-#include "../engine/pattern.h"
-#include "bind.h"
-
 #include "../cuda/fatbin.h"
 #include "../cuda/info.h"
+#include "../engine/pattern.h"
 #include "../hostpool/budget.h"
 #include "../kvswap_file.h"
+#include "args.h"
+#include "device_facts.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
 
 static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "seconds", "stream"};

@@ -1,6 +1,11 @@
 /* kvswap.memory.Mapped, the result of kvswap.memory.open(). `uses` counts exported buffers, as in memory.c. Closing
  * sets it from 0 to CLOSED. */
-#include "bind.h"
+#include "mapped.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "wait.h"
 
 #include <string.h>
 

@@ -1,11 +1,12 @@
 /* _metrics(): all counters and histograms of the process, as plain dicts for kvswap.metrics. */
-#include <ctype.h>
-#include <string.h>
-
 #include "../engine/metrics.h"
 #include "../hostpool/metrics.h"
-#include "host_pool.h"
+#include "host_pool_base.h"
+#include "module.h"
 #include "options.h"
+
+#include <ctype.h>
+#include <string.h>
 
 static PyObject *count(uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
 

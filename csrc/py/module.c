@@ -1,10 +1,13 @@
 /* The module. Its state is pointers, listed in one table: a row creates its pointer when the module is executed, and
  * serves traverse and clear. Types are added to the module under their names. */
-#include "bind.h"
+#include "module.h"
+#include "arrays.h"
+#include "capi.h"
+#include "errors.h"
+#include "objects.h"
+#include "sources.h"
 
 #include <stddef.h>
-
-#include "sources.h"
 
 struct row {
   size_t offset; /* in struct kvs_py_state */
@@ -92,10 +95,6 @@ static PyObject **slot_of(PyObject *module, const struct row *row) {
   return (PyObject **)(void *)((char *)PyModule_GetState(module) + row->offset);
 }
 
-struct kvs_py_state *kvs_py_state_of(PyObject *self) {
-  return PyType_GetModuleState(Py_TYPE(self)); /* the types are final, so this is the type that the module created */
-}
-
 #ifdef KVSWAP_NO_TEST_BINDINGS
 static PyMethodDef no_methods[] = {{NULL, NULL, 0, NULL}};
 #define TESTING_METHODS no_methods
@@ -105,11 +104,11 @@ static PyMethodDef no_methods[] = {{NULL, NULL, 0, NULL}};
 
 static int module_exec(PyObject *module) {
   PyMethodDef *const methods[] = {
-      kvs_py_swap_methods,        kvs_py_move_methods, kvs_py_note_methods,    kvs_py_race_methods,
-      kvs_py_pattern_methods,     TESTING_METHODS,     kvs_py_machine_methods, kvs_py_seam_methods,
-      kvs_py_calibration_methods, kvs_py_host_methods, kvs_py_shared_methods,  kvs_py_ipc_methods,
-      kvs_py_ipc_handle_methods,  kvs_py_file_methods, kvs_py_await_methods,   kvs_py_metrics_methods,
-      kvs_py_trace_methods,       kvs_py_disk_methods, kvs_py_remote_methods,  kvs_py_codec_methods};
+      kvs_py_swap_methods,        kvs_py_move_methods,   kvs_py_note_methods,    kvs_py_race_methods,
+      kvs_py_pattern_methods,     TESTING_METHODS,       kvs_py_machine_methods, kvs_py_seam_methods,
+      kvs_py_calibration_methods, kvs_py_host_methods,   kvs_py_shared_methods,  kvs_py_ipc_methods,
+      kvs_py_file_methods,        kvs_py_await_methods,  kvs_py_metrics_methods, kvs_py_trace_methods,
+      kvs_py_disk_methods,        kvs_py_remote_methods, kvs_py_codec_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; ++i) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);

@@ -1,6 +1,10 @@
 /* kvswap.move_blocks(). Its cost in Python does not grow with the number of blocks, except for reading the lists. */
-#include "options.h"
-#include "trace.h"
+#include "args.h"
+#include "arrays.h"
+#include "device_ids.h"
+#include "module.h"
+#include "objects.h"
+#include "transfer.h"
 
 #include <string.h>
 

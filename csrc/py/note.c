@@ -1,5 +1,12 @@
 /* kvswap.note_access() and note_order(): accesses and order of work that kvswap does not submit. */
-#include "bind.h"
+#include "args.h"
+#include "arrays.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "races.h"
 
 enum { STREAM, POOL, SLOTS, WRITE, OFFSET, NBYTES, ACCESS };
 

@@ -1,6 +1,14 @@
 /* kvswap._C.OffloadMap, to which kvswap.offload submits jobs. The map and its transfers hold its tensors. */
+#include "args.h"
+#include "arrays.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
 #include "options.h"
-#include "trace.h"
+#include "races.h"
+#include "transfer.h"
+#include "wait.h"
 
 #include <string.h>
 

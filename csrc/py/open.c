@@ -1,12 +1,16 @@
 /* How a device is found: by object, by name, by pointer, by default; and what opening one, or a store, says once a
  * process. */
-#include "files.h"
+#include "open.h"
+#include "../cuda/info.h"
+#include "args.h"
+#include "arrays.h"
+#include "device_facts.h"
+#include "errors.h"
+#include "objects.h"
 
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
-
-#include "../cuda/info.h"
 
 /* Drain at exit. Registered when the first device or store is opened, because an import must have no effects. */
 int kvs_py_hook_exit(struct kvs_py_state *state) {
@@ -78,35 +82,6 @@ static int warn_missing(struct kvs_py_state *state, const struct kvs_engine *eng
   Py_XDECREF(info);
   Py_XDECREF(done);
   return done == NULL ? -1 : 0;
-}
-
-/* Log once that threads do io_uring's work, where that costs: with blocks below 1 MiB. Larger ones are as fast. */
-static int say_engine(struct kvs_py_state *state, const struct kvs_file_settings *settings,
-                      const struct kvs_file_info *about) {
-  const struct kvs_file_info info = *about;
-  if (settings->engine != KVS_FILE_AUTO || strcmp(info.engine, "threads") != 0 || info.block_nbytes >= 1 << 20 ||
-      atomic_exchange(&state->engine_said, true))
-    return 0;
-  return kvs_py_say("warning",
-                    "threads read and write the files, and blocks of 256 KiB load at 0.6 of io_uring's speed in random "
-                    "order: %s. engine='threads' asks for them without this note",
-                    info.engine_note);
-}
-
-/* Log what the bound of a directory is if not the capacity asked for: once, where several stores of the process share
- * the directory. */
-static int say_bound(struct kvs_py_state *state, const char *note) {
-  uint_fast64_t digest = 1469598103934665603ull;
-  for (const char *at = note; *at; ++at) digest = (digest ^ (unsigned char)*at) * 1099511628211ull;
-  if (note[0] == '\0' || atomic_exchange(&state->bound_said, digest) == digest) return 0;
-  return kvs_py_say("warning", "%s", note);
-}
-
-int kvs_py_say_store(struct kvs_py_state *state, const struct kvs_file_settings *settings,
-                     struct kvs_file_store *store) {
-  struct kvs_file_info info;
-  kvs_file_get_info(store, &info);
-  return say_engine(state, settings, &info) < 0 ? -1 : say_bound(state, info.bound_note);
 }
 
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {

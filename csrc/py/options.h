@@ -1,9 +1,9 @@
-/* Options common to the submitting functions (options.c). Their tables of names contain KVS_PY_COMMON_NAMES, and
+/* Options common to the submitting functions. Their tables of names contain KVS_PY_COMMON_NAMES, and
  * KVS_PY_LAYER_NAMES if they copy layer by layer. */
 #ifndef KVS_PY_OPTIONS_H
 #define KVS_PY_OPTIONS_H
 
-#include "bind.h"
+#include "handle.h"
 
 #define KVS_PY_COMMON_NAMES "stream", "after", "path", "priority", "max_ctas", "pace_gbps"
 #define KVS_PY_LAYER_NAMES "layer_events", "after_layers"
@@ -26,29 +26,20 @@ int kvs_py_path(PyObject *value, const char *name, bool with_auto); /* an enum k
 int kvs_py_options_check(struct kvs_py_options *options);           /* the checks that need no device */
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
-/* device_ids.c. Whether block ids are a GPU array: 1, 0, or -1 with an exception. */
-int kvs_py_on_device(struct kvs_py_state *state, PyObject *ids);
-/* Ids of the host's side: refuse a GPU array. */
-int kvs_py_refuse_on_device(struct kvs_py_state *state, PyObject *ids, const char *name);
-/* Ids on the device, into core.device_ids; the transfer holds them, and starts after the work that makes them. After
- * kvs_py_options_read(). */
-int kvs_py_device_ids(struct kvs_py_state *state, PyObject *ids, const char *name, struct kvs_engine *engine,
-                      struct kvs_py_options *options);
 void kvs_py_options_clear(struct kvs_py_options *options);
 void kvs_py_release_owner(void *owner); /* a release() callback: acquires the GIL and drops a reference */
 /* Call `submit`, which uses options->core, without the GIL. The transfer then owns options->hold. */
 int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
                   int (*submit)(void *call, struct kvs_error *err), void *call);
 
+/* The hook round the calls that submit, for NVTX ranges and spans (kvswap.tracing). Without a hook a call costs one
+ * load of a flag more. */
+/* NULL: no hook is set, or it wants no more of this call. */
+PyObject *kvs_py_trace_begin(struct kvs_py_state *state, const char *what);
+/* Takes the reference that `begin` gave and returns `result`; result NULL: the call raised. */
+PyObject *kvs_py_trace_end(PyObject *end, PyObject *result);
+
 /* Docs. */
-#define KVS_PY_DEVICE_IDS_DOC                                                                                          \
-  "An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel "     \
-  "does\n"                                                                                                             \
-  "  so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose "  \
-  "id\n"                                                                                                               \
-  "  is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU "      \
-  "array\n"                                                                                                            \
-  "  (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.\n"
 #define KVS_PY_ORDER_DOC                                                                                               \
   "stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle\n"        \
   "  (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,\n"     \

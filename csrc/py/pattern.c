@@ -1,6 +1,13 @@
 /* The test pattern: kvswap._C._pattern and the job it returns. Underscored: for kvswap.testing and kvswap.replay. */
 #include "../engine/pattern.h"
-#include "bind.h"
+#include "args.h"
+#include "arrays.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "wait.h"
 
 struct pattern_object {
   PyObject_HEAD

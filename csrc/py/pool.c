@@ -1,27 +1,20 @@
 /* kvswap.Pool: blocks in memory, with a hazard table of their slots. A Pool holds its tensor and the pool of its group.
  * Transfers between pools hold the pools. */
+#include "pool.h"
 #include "../base/wait.h"
-#include "bind.h"
+#include "address.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "wait.h"
 
 #include <string.h>
 
 #define DROPPED_NS INT64_C(1000000000)
 
-struct pool_object {
-  PyObject_HEAD
-  struct kvs_pool *pool;
-  PyObject *hold;  /* list: the tensor and its exporter; a HostPool's buffer; NULL for a plain address */
-  PyObject *group; /* a Pool, or NULL */
-  bool readonly;
-};
-
-static struct pool_object *as_pool(PyObject *self) { return (struct pool_object *)self; }
-
-struct kvs_pool *kvs_py_pool_core(PyObject *pool) { return as_pool(pool)->pool; }
-
-PyObject *kvs_py_pool_hold(PyObject *pool) { return as_pool(pool)->hold; }
-
-bool kvs_py_pool_readonly(PyObject *pool) { return as_pool(pool)->readonly; }
+static struct kvs_py_pool *as_pool(PyObject *self) { return (struct kvs_py_pool *)self; }
 
 /* -- making one ---------------------------------------------------------------------------------------------------- */
 
@@ -85,7 +78,7 @@ static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
       (unsigned long long)(layout->pitch != 0 ? layout->pitch : row), (unsigned long long)needed);
 }
 
-static int read_layout(struct kvs_py_state *state, PyObject *const *values, struct pool_object *self,
+static int read_layout(struct kvs_py_state *state, PyObject *const *values, struct kvs_py_pool *self,
                        struct kvs_pool_layout *layout) {
   struct kvs_py_address address;
   if (kvs_py_read_address(state, values[PTR], "ptr", -1, false, &self->hold, &address) < 0) return -1;
@@ -112,10 +105,10 @@ static int await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) 
 }
 
 /* Hidden from gc.get_objects(), by which another thread could use it half made, until open_pool() tracks it. */
-static struct pool_object *alloc_pool(PyTypeObject *type) {
+static struct kvs_py_pool *alloc_pool(PyTypeObject *type) {
   PyObject *self = type->tp_alloc(type, 0);
   if (self != NULL) PyObject_GC_UnTrack(self);
-  return (struct pool_object *)self;
+  return (struct kvs_py_pool *)self;
 }
 
 struct opening {
@@ -135,7 +128,7 @@ static int open_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
 }
 
 /* Steals the reference to engine, which is NULL if an exception is set. */
-static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct pool_object *self,
+static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_pool *self,
                      const struct kvs_pool_layout *layout) {
   static const char freed[] = "another thread's free of this memory";
   struct opening opening = {.engine = engine, .layout = layout, .opened = &self->pool};
@@ -163,7 +156,7 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                    &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE], &values[ROWS],
                                    &values[PITCH], &values[GROUP], &values[NAME]))
     return NULL;
-  struct pool_object *self = alloc_pool(type);
+  struct kvs_py_pool *self = alloc_pool(type);
   if (self == NULL) return NULL;
   if (read_layout(state, values, self, &layout) == 0 &&
       open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) == 0)
@@ -175,7 +168,7 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *hold) {
   PyTypeObject *type = (PyTypeObject *)state->pool_type;
-  struct pool_object *self = hold == NULL ? NULL : alloc_pool(type);
+  struct kvs_py_pool *self = hold == NULL ? NULL : alloc_pool(type);
   if (self == NULL) {
     Py_XDECREF(hold);
     kvs_engine_unref(engine);
@@ -297,7 +290,7 @@ static PyType_Slot slots[] = {
 
 PyType_Spec kvs_py_pool_spec = {
     .name = "kvswap.Pool",
-    .basicsize = sizeof(struct pool_object),
+    .basicsize = sizeof(struct kvs_py_pool),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };

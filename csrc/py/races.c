@@ -1,6 +1,9 @@
 /* The race checker in Python: the calling line, a hook for found races, and the private functions behind
  * kvswap.testing. */
-#include "bind.h"
+#include "races.h"
+#include "args.h"
+#include "module.h"
+#include "objects.h"
 
 #include <frameobject.h>
 #include <stdio.h>

@@ -1,11 +1,13 @@
 /* kvswap._C._remote_...: sealed blocks, many at once, for kvswap.remote. The lists are the package's own: no
  * other thread changes them, and each address is of memory that the caller keeps. */
-#include "bind.h"
-
-#include <string.h>
-
 #include "../remote/exit.h"
 #include "../remote/header.h"
+#include "address.h"
+#include "args.h"
+#include "module.h"
+#include "objects.h"
+
+#include <string.h>
 
 /* One call. blocks: NULL where a check copies nothing. */
 struct remote_call {

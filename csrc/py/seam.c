@@ -1,7 +1,12 @@
 /* kvswap._C._seam: the members of csrc/device/device.h by name, for the conformance suite. One table row for each
  * member. All take numbers, except copy_batch and copy_direct, which take three lists first. */
 #include "../device/share.h"
-#include "bind.h"
+#include "address.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
 
 #include <string.h>
 

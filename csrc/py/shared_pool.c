@@ -1,6 +1,12 @@
 /* kvswap.memory.SharedPool: blocks of host memory that several processes of one user map. */
 #include "../base/wait.h"
-#include "host_pool.h"
+#include "args.h"
+#include "arrays.h"
+#include "errors.h"
+#include "host_pool_base.h"
+#include "module.h"
+#include "objects.h"
+#include "wait.h"
 
 #include <stdlib.h>
 #include <string.h>

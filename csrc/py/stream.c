@@ -1,18 +1,12 @@
 /* kvswap.Stream: a non-blocking stream that the object owns. */
-#include "bind.h"
+#include "args.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "wait.h"
 
-struct stream_object {
-  PyObject_HEAD
-  struct kvs_engine *engine;
-  kvs_stream handle;
-};
-
-static struct stream_object *as_stream(PyObject *self) { return (struct stream_object *)self; }
-
-struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle) {
-  *handle = as_stream(stream)->handle;
-  return as_stream(stream)->engine;
-}
+static struct kvs_py_stream *as_stream(PyObject *self) { return (struct kvs_py_stream *)self; }
 
 /* The device's number for a priority; "normal" is the driver's default priority. */
 static int priority_number(const struct kvs_device_info *info, int named) {
@@ -32,7 +26,7 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   if (name != NULL && (priority = kvs_py_choice(name, "priority", kvs_py_priority_names, 3)) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
   if (engine == NULL) return NULL;
-  struct stream_object *self = (struct stream_object *)type->tp_alloc(type, 0);
+  struct kvs_py_stream *self = (struct kvs_py_stream *)type->tp_alloc(type, 0);
   if (self == NULL) {
     kvs_engine_unref(engine);
     return NULL;
@@ -47,7 +41,7 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 static void stream_dealloc(PyObject *object) {
-  struct stream_object *self = as_stream(object);
+  struct kvs_py_stream *self = as_stream(object);
   struct kvs_error ignored = {0}; /* a destructor cannot raise */
   if (self->handle != 0 && !kvs_engine_keep_stream(self->engine, self->handle))
     kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
@@ -71,7 +65,7 @@ static PyObject *stream_device(PyObject *object, void *unused) {
 }
 
 static int poll_stream(void *object, struct kvs_error *err) {
-  struct stream_object *self = object;
+  struct kvs_py_stream *self = object;
   return kvs_dev_stream_query(kvs_engine_device(self->engine), self->handle, err);
 }
 
@@ -135,7 +129,7 @@ static PyType_Slot slots[] = {
 
 PyType_Spec kvs_py_stream_spec = {
     .name = "kvswap.Stream",
-    .basicsize = sizeof(struct stream_object),
+    .basicsize = sizeof(struct kvs_py_stream),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };

@@ -1,7 +1,13 @@
 /* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
  * each function's differences are in its struct swap_kind. */
-#include "options.h"
-#include "trace.h"
+#include "address.h"
+#include "args.h"
+#include "device_ids.h"
+#include "errors.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+#include "transfer.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -1,11 +1,15 @@
 /* What only kvswap.testing and the tests use: faults, deterministic devices. Left out of wheels, with what the macro
  * KVSWAP_NO_TEST_BINDINGS leaves out of other files. */
-#include "bind.h"
-
-#include <string.h>
-
 #include "../device/faults.h"
 #include "../host/device.h"
+#include "args.h"
+#include "errors.h"
+#include "handle.h"
+#include "module.h"
+#include "objects.h"
+#include "open.h"
+
+#include <string.h>
 
 static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {
   if (rc != KVS_OK) return kvs_py_raise(state, err);

@@ -1,4 +1,4 @@
-/* The base of Transfer and FileTransfer: the object, and what its methods need of the core. */
+/* kvswap.Transfer, and what it has in common with FileTransfer: the object, and what its methods need of the core. */
 #ifndef KVS_PY_TRANSFER_H
 #define KVS_PY_TRANSFER_H
 
@@ -21,21 +21,14 @@ struct kvs_py_transfer_kind {
   void (*collect)(void *transfer); /* drop the tensors that were held for ended transfers */
 };
 
-struct kvs_py_any_transfer {
-  PyObject_HEAD
-  const struct kvs_py_transfer_kind *kind;
-  void *transfer;
-};
-
 /* Takes the reference to the transfer, also on failure. */
 PyObject *kvs_py_any_transfer_new(PyObject *type, const struct kvs_py_transfer_kind *kind, void *transfer);
 bool kvs_py_any_transfer_poll(PyObject *self); /* whether it has ended; if so, drops what was held for it */
-int kvs_py_any_transfer_wait(struct kvs_py_state *state, const struct kvs_py_transfer_kind *kind, void *transfer,
-                             int64_t timeout_ns);
 /* Positions of the failed blocks; the caller frees them with PyMem_Free. NULL: none, or an exception is set. */
 uint32_t *kvs_py_any_transfer_failed(PyObject *self, size_t *count);
-
 const char *kvs_py_state_name(enum kvs_state state); /* "running" */
-PyObject *kvs_py_await(PyObject *transfer);          /* await.c: __await__() */
+
+PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
+int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 
 #endif

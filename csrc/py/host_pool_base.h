@@ -1,6 +1,6 @@
 /* The base of HostPool and SharedPool: the object, its arguments, and what their own methods call. */
-#ifndef KVS_PY_HOST_POOL_H
-#define KVS_PY_HOST_POOL_H
+#ifndef KVS_PY_HOST_POOL_BASE_H
+#define KVS_PY_HOST_POOL_BASE_H
 
 #include "bind.h"
 
@@ -51,8 +51,7 @@ PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const
                                   const struct kvs_error *err);
 int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info); /* kvswap.Error if closed */
 int kvs_py_host_any_info(PyObject *self, struct kvs_host_pool_info *info);  /* of an open or closed pool */
-extern PyGetSetDef kvs_py_host_getset[];
-extern const char *const kvs_py_host_state_names[]; /* by enum kvs_host_pool_state */
+extern const char *const kvs_py_host_state_names[];                         /* by enum kvs_host_pool_state */
 
 /* Wait until the pool is populated, calling progress=. Ctrl-C works. */
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns);

@@ -1,0 +1,9 @@
+/* `await transfer`. */
+#ifndef KVS_PY_AWAIT_H
+#define KVS_PY_AWAIT_H
+
+#include "bind.h"
+
+PyObject *kvs_py_await(PyObject *transfer); /* __await__() */
+
+#endif

@@ -1,0 +1,11 @@
+/* kvswap.Pool. */
+#ifndef KVS_PY_POOL_H
+#define KVS_PY_POOL_H
+
+#include "bind.h"
+
+/* A Pool over memory that `hold` owns. Steals engine and hold, also on failure. name: a str, None or NULL. */
+PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
+                           PyObject *name, PyObject *hold);
+
+#endif

@@ -1,0 +1,41 @@
+/* Waiting in slices, so that Ctrl-C works. wait() runs without the GIL; KVS_TIMEOUT: call it again. */
+#ifndef KVS_PY_WAIT_H
+#define KVS_PY_WAIT_H
+
+#include "bind.h"
+
+enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
+typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
+/* kvs_engine_collect() without the GIL, because it takes locks of lanes. Owners' destructors acquire the GIL. */
+void kvs_py_collect(struct kvs_engine *engine);
+/* The same, and wait for threads that have taken ended transfers and not yet released their objects. -1: raised. */
+int kvs_py_wait_collected(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns);
+int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
+/* Wait for a task that frees memory, then release the task. KVS_PY_KEPT: an exception is set, nothing was freed.
+ * KVS_PY_GIVEN: freed, with an exception set if the task failed or was interrupted (PyErr_Occurred). */
+enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
+int kvs_py_wait_reclaim(struct kvs_py_state *state, struct kvs_reclaim *task, int64_t timeout_ns, const char *what);
+enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
+                                        int64_t timeout_ns);
+int kvs_py_patience(PyObject *value, int64_t *timeout_ns); /* timeout=60: NULL, seconds or None; -1: raised */
+/* Allocate from the engine; if memory is short, wait for frees under way. 0, or -1 with an exception. */
+int kvs_py_alloc(struct kvs_py_state *, struct kvs_engine *, uint64_t nbytes, enum kvs_alloc, uint64_t *ptr);
+
+/* query() and synchronize(timeout=None) of streams and events. poll() returns KVS_OK or KVS_NOT_READY. */
+typedef int (*kvs_py_poll_function)(void *object, struct kvs_error *err);
+struct kvs_py_waiting {
+  kvs_py_poll_function poll;
+  void *object;
+  bool stepped;     /* of the device */
+  const char *what; /* for the message of a TimeoutError */
+};
+PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, void *object);
+PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_waiting *waiting, PyObject *const *args,
+                             Py_ssize_t nargs, PyObject *kwnames);
+
+/* Run work(arg) on a new thread. Ctrl-C ends the wait, not the thread. 0: done, the caller owns arg. -1: an exception
+ * is set, and arg is discarded now or when the thread ends. `work` and `discard` run without the GIL. */
+int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *arg, struct kvs_error *err), void (*discard)(void *arg),
+                 void *arg);
+
+#endif
