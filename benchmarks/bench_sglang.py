@@ -112,7 +112,7 @@ def prepare(options: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(options.source).resolve()))
     Absentees()
     if options.device == "cpu":
-        sys.path[:0] = [str(HERE.parent / "tests" / "integration"), str(HERE.parent / "tests")]
+        sys.path[:0] = [str(HERE.parent / "tests" / "integration")]
         os.environ["KVSWAP_SGLANG_COPIES"] = "1"
         import sglang_engine  # noqa: F401
         import sglang_plugin

@@ -26,7 +26,10 @@ import wheels  # noqa: E402
 
 import setup_readme  # noqa: E402
 
-SDIST_TESTS = ("tests/test_swap.py", "tests/test_structure.py", "tests/test_readme.py", "tests/test_files_full.py")
+SDIST_TESTS = tuple(
+    f"tests/{name}.py"
+    for name in ("core/test_swap", "project/test_structure", "project/test_readme", "files/test_files_full")
+)
 
 
 def step(text):

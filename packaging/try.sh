@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs a wheel in an empty environment and uses it, away from the checkout's kvswap/: packaging/try.sh PYTHON WHEEL
 # runs `kvswap demo` with NumPy alone, then the tests that need no test bindings (packaging/tests.txt).
-# KVSWAP_TRY_TESTS="tests/test_pool.py ..." runs those instead.
+# KVSWAP_TRY_TESTS="tests/core/test_pool.py ..." runs those instead.
 set -euo pipefail
 python=$1 wheel=$(realpath "$2")
 root=$(cd "$(dirname "$0")/.." && pwd)

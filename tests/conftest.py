@@ -40,6 +40,9 @@ from kvswap.typing import Path as CopyPath
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
+# Folders whose modules tests and stand-ins of other folders import.
+ROOMS = [str(ROOT / "tests" / room) for room in ("", "core", "engines", "files", "remote", "stand_ins")]
+sys.path[:0] = ROOMS
 PATHS: tuple[str, ...] = get_args(CopyPath)
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
@@ -68,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--limit", type=float, help="seconds that one test may take; beyond, all stacks are printed")
     parser.addini("limit", "the same", default="300")
     parser.addoption("--long-seconds", type=float, default=2.0, help="how long each test by the clock may go on")
-    parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
+    parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/random")
     parser.addoption(
         "--device-only", action="store_true", help="leave out tests that are the same whatever --device is"
     )
@@ -142,7 +145,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends the process, with the stacks of all threads (under pytest-xdist: its worker)."""
     config = item.config
     limit = config.getoption("--limit") or float(config.getini("limit"))
-    if (ROOT / "tests" / "long") in item.path.parents or "long_seconds" in getattr(item, "fixturenames", ()):
+    if (ROOT / "tests" / "random") in item.path.parents or "long_seconds" in getattr(item, "fixturenames", ()):
         limit += 2 * config.getoption("--long-seconds")
     faulthandler.dump_traceback_later(limit, exit=True, file=config.stash[STDERR])
     try:
@@ -278,7 +281,7 @@ def elsewhere(**environment: str) -> dict[str, Any]:
     """Folder and environment of a process that finds the package that is being tested, and these tests' helpers."""
     package = Path(kvswap.__file__).resolve().parent.parent
     before = os.environ.get("PYTHONPATH")
-    places = os.pathsep.join([str(package), str(ROOT / "tests"), *([before] if before else [])])
+    places = os.pathsep.join([str(package), *ROOMS, *([before] if before else [])])
     # not the root: its kvswap/ may be built otherwise
     return {"cwd": ROOT / "tests", "env": {**os.environ, "PYTHONPATH": places, **environment}}
 

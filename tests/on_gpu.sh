@@ -46,21 +46,21 @@ suite() {
 
 # Random programs of copies against their model, and random transfers, on the GPU and its own copy paths.
 hazards() {
-  section "tests/long/test_hazards.py" pytest 170 -q -k "test_threads or silent" --long-seconds=50 tests/long/test_hazards.py
-  section "tests/long/test_any_transfer.py" pytest 200 -q -s --long-seconds=25 tests/long/test_any_transfer.py
+  section "tests/random/test_hazards.py" pytest 170 -q -k "test_threads or silent" --long-seconds=50 tests/random/test_hazards.py
+  section "tests/random/test_any_transfer.py" pytest 200 -q -s --long-seconds=25 tests/random/test_any_transfer.py
 }
 
 # Random operations over the whole API against their model; and what the process takes meanwhile, over minutes. Out of
 # time, the first says where its threads are.
 differential() {
   for seed in ${SEEDS:-1 2}; do
-    section "tests/differential --seed $seed" timeout -s ABRT 280 python3 -X faulthandler tests/differential --device cuda:0 \
+    section "tests/random/differential --seed $seed" timeout -s ABRT 280 python3 -X faulthandler tests/random/differential --device cuda:0 \
       --seed "$seed" --operations 50000 --seconds 260
   done
 }
 
 soak() {
-  section "tests/differential --soak" timeout 560 python3 tests/differential --device cuda:0 --seed 3 --soak \
+  section "tests/random/differential --soak" timeout 560 python3 tests/random/differential --device cuda:0 --seed 3 --soak \
     --seconds 480 --every 5
 }
 

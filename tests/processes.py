@@ -11,12 +11,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from conftest import PATIENCE, ROOT
-
-import kvswap
+from conftest import PATIENCE, elsewhere
 
 LOOP = """
 import json, sys, traceback
@@ -64,12 +61,9 @@ class Process:
     """A Python of its own with the package under test; `do` runs code there and returns what an expression gives."""
 
     def __init__(self, code: str = "", **environment: str) -> None:
-        package = Path(kvswap.__file__).resolve().parent.parent
-        places = os.pathsep.join([str(package), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         self.popen = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-c", LOOP],
-            cwd=ROOT / "tests",
-            env={**os.environ, "PYTHONPATH": places, **environment},
+            **elsewhere(**environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

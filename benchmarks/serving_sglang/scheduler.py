@@ -15,7 +15,7 @@ from typing import Any
 
 from serving_sglang.ways import PAGE
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
+INTEGRATION = Path(__file__).resolve().parents[2] / "tests" / "integration"
 PATIENCE = 60.0
 
 
@@ -31,7 +31,7 @@ def run(server_args: Any, *arguments: Any, **more: Any) -> None:
 
 def _without_a_gpu() -> None:
     """SGLang's HiCache is for GPUs: streams of a host device, and copies that stand in for SGLang's own."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "integration")]
+    sys.path.insert(0, str(INTEGRATION))
     importlib.import_module("sglang_engine")
     importlib.import_module("sglang_plugin").use_streams()
     from sglang.srt.managers import cache_controller

@@ -1,6 +1,6 @@
 """What a compiled program relies on, a line each: the functions of the public headers, the size of each struct and the
 place of each member, the value of each constant. tests/c/abi.txt is the list of the last release or of what follows it;
-tests/test_libkvswap.py compares. After a change that docs/c.md permits: python tests/c/abi.py >tests/c/abi.txt"""
+tests/c/test_libkvswap.py compares. After a change that docs/c.md permits: python tests/c/abi.py >tests/c/abi.txt"""
 
 from __future__ import annotations
 

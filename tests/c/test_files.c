@@ -400,8 +400,8 @@ static void *move_through_staging(void *arg) {
 static void make_fake(const char *path) {
   char command[300];
   const char *cc = getenv("CC");
-  snprintf(command, sizeof command, "%s -D_GNU_SOURCE -shared -fPIC tests/fake_cufile.c -o %s", cc && *cc ? cc : "cc",
-           path);
+  snprintf(command, sizeof command, "%s -D_GNU_SOURCE -shared -fPIC tests/stand_ins/fake_cufile.c -o %s",
+           cc && *cc ? cc : "cc", path);
   CHECK(system(command) == 0, "%s", command);
   setenv("KVSWAP_CUFILE", path, 1);
 }

@@ -1,5 +1,5 @@
 /* Offloading maps on deterministic devices: jobs of both directions on several queues, run in an order that a seed
- * decides, leave the bytes that they leave one after another; and who holds what, for how long. tests/test_offload.py
+ * decides, leave the bytes that they leave one after another; and who holds what, for how long. test_offload.py
  * has the rest. */
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* Transfers between pools, where it takes C to get at them: pools that come and go, events that are refused, failures
- * in groups, and what the race checker makes of transfers that have ended. tests/test_pool.py has the rest. */
+ * in groups, and what the race checker makes of transfers that have ended. tests/core/test_pool.py has the rest. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

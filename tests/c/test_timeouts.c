@@ -1,5 +1,6 @@
 /* Every timeout of the public headers, at the limits of its integer: idle objects end at once whatever it is, and no
- * arithmetic on it overflows (UBSan). tests/test_timeouts.py looks whether each function of the headers is here. */
+ * arithmetic on it overflows (UBSan). tests/core/test_timeouts.py looks whether each function of the headers is here.
+ */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

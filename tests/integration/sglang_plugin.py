@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "stand_ins"))
 
 from sglang.srt import plugins  # noqa: E402
 from sglang.srt.managers import cache_controller  # noqa: E402

@@ -1,0 +1,212 @@
+"""The C tests, without Python: each program of tests/c is built with the core and run, plain (with -Werror) and under
+the sanitizers. Its exit status and its last line, "N passed, 0 failed", are what counts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CC = os.environ.get("CC") or "cc"
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g1", "-pthread", "-I", "csrc"]
+STRICT = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
+KINDS = {
+    "plain": ["-O2", *STRICT],
+    "address,undefined": [
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+PROGRAMS = sorted(path.stem for path in (ROOT / "tests" / "c").glob("test_*.c"))
+THREADED = [
+    "test_engine",
+    "test_device_host",
+    "test_kernels",
+    "test_pool",
+    "test_racecheck",
+    "test_hostpool",
+    "test_files",
+    "test_files_shared",
+    "test_share",
+    "test_threads",
+]
+CASES = [("plain", program) for program in PROGRAMS]
+CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
+
+Build = Callable[[str, str], Path]
+
+
+def compile_with(arguments: list[str]) -> None:
+    run = subprocess.run([*CC.split(), *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"{CC} {' '.join(arguments)}\n{run.stderr}"
+
+
+def lacks(kind: str, folder: Path) -> str | None:
+    """Why this compiler cannot build such programs, or None."""
+    if shutil.which(CC.split()[0]) is None:
+        return f"no C compiler ({CC})"
+    source = folder / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    flags = [flag for flag in KINDS[kind] if flag.startswith("-fsanitize")]
+    run = subprocess.run(
+        [*CC.split(), *flags, str(source), "-o", str(folder / "empty")], capture_output=True, text=True, check=False
+    )
+    return None if run.returncode == 0 else f"{CC} has no {kind} sanitizer here"
+
+
+def compile_core(kind: str, folder: Path) -> None:
+    """libcore.a in that folder; where this compiler cannot build it, the reason in a file beside it."""
+    reason = lacks(kind, folder)
+    if reason is not None:
+        (folder / "lacks").write_text(reason)
+        return
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        compiled = [
+            pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        for future in compiled:
+            future.result()
+    subprocess.run(["ar", "rcs", str(folder / "new.a"), *map(str, objects)], check=True, capture_output=True)
+    (folder / "new.a").rename(folder / "libcore.a")
+
+
+@pytest.fixture(scope="session")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The core as a library of that kind, compiled once: the processes of pytest-xdist share it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def core(kind: str) -> Path:
+        folder = shared / f"core-{kind.replace(',', '-')}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "libcore.a").exists() and not (folder / "lacks").exists():
+                compile_core(kind, folder)
+        if (folder / "lacks").exists():
+            pytest.skip((folder / "lacks").read_text())
+        return folder / "libcore.a"
+
+    return core
+
+
+@pytest.fixture
+def build(core: Callable[[str], Path], tmp_path: Path) -> Build:
+    """The program of tests/c, linked with the core."""
+
+    def build(kind: str, program: str) -> Path:
+        target = tmp_path / Path(program).name
+        compile_with([*FLAGS, *KINDS[kind], f"tests/c/{program}.c", str(core(kind)), "-o", str(target), "-ldl", "-lm"])
+        return target
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "program"), CASES, ids=[f"{program}-{kind}" for kind, program in CASES])
+def test_c(build: Build, kind: str, program: str) -> None:
+    command = [str(build(kind, program))]
+    if kind == "thread" and shutil.which("setarch"):
+        command = ["setarch", os.uname().machine, "-R", *command]  # it needs addresses where it expects them
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    environment |= {"CC": CC, "ASAN_OPTIONS": "detect_leaks=1", "TSAN_OPTIONS": "halt_on_error=0:exitcode=66"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if kind == "thread" and run.returncode != 0 and "WARNING: ThreadSanitizer" not in run.stderr:
+        refused = re.search(r"unexpected memory mapping|personality|Operation not permitted", run.stderr)
+        if refused:
+            pytest.skip(f"ThreadSanitizer does not start here: {run.stderr.strip().splitlines()[-1]}")
+    last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else ""
+    assert (run.returncode, re.sub(r"^\d+", "N", last)) == (0, "N passed, 0 failed"), f"{last}\n{run.stderr[-4000:]}"
+    assert not last.startswith("0 passed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "address,undefined"])
+def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
+    """What it once began with or found: pages and stores, whole and hurt."""
+    corpus = sorted((ROOT / "tests" / "random" / "fuzz" / "corpus").iterdir())
+    command = [str(build(kind, "../random/fuzz/fuzz_files")), *map(str, corpus)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stdout) == (0, f"{len(corpus)} passed, 0 failed\n"), run.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_the_c_surface_alone(core: Callable[[str], Path], tmp_path: Path) -> None:
+    """A program that includes kvswap.h and nothing else of ours, as C and, where there is a compiler, as C++."""
+    source = tmp_path / "surface.c"
+    source.write_text(
+        '#include "kvswap.h"\n#include <stdio.h>\n#include <string.h>\n'
+        "int main(void) {\n"
+        "  struct kvs_engine *engine;\n  struct kvs_transfer *transfer;\n  struct kvs_error err;\n"
+        '  char src[64] = "some bytes", dst[64] = "";\n'
+        "  uint64_t from = (uint64_t)(uintptr_t)src, to = (uint64_t)(uintptr_t)dst, size = sizeof src;\n"
+        "  struct kvs_options options;\n  memset(&options, 0, sizeof options);\n"
+        "  options.priority = KVS_PRIORITY_NORMAL;\n"
+        '  if (kvs_engine_open("host:0", &engine, &err)) return 1;\n'
+        "  if (kvs_swap_batch(engine, &from, &to, &size, true, 1, &options, &transfer, &err)) return 2;\n"
+        "  if (kvs_transfer_wait(transfer, -1, &err)) return 3;\n"
+        "  kvs_transfer_unref(transfer);\n  kvs_shutdown(1000000000);\n  kvs_engine_unref(engine);\n"
+        "  puts(dst);\n  return 0;\n}\n"
+    )
+    for language in ("c", "c++"):
+        compiler = CC.split() if language == "c" else ["c++", "-x", "c++"]
+        if shutil.which(compiler[0]) is None:
+            continue
+        program, more = tmp_path / f"surface-{len(compiler)}", [] if language == "c" else ["-x", "none"]
+        arguments = [
+            "-Wall",
+            "-Werror",
+            "-I",
+            "csrc",
+            str(source),
+            *more,
+            str(core("plain")),
+            "-o",
+            str(program),
+            "-ldl",
+            "-pthread",
+        ]
+        run = subprocess.run([*compiler, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout == "some bytes\n"
+
+
+def test_nothing_links_the_driver() -> None:
+    """The extension needs the C library and nothing of CUDA's."""
+    from kvswap import _C
+
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf")
+    assert _C.__file__ is not None and sys.platform == "linux"
+    dynamic = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert not [name for name in needed if re.search(r"cuda|nv", name)], needed
+
+
+def test_the_extension_exports_the_public_functions_alone() -> None:
+    """Not the core's own, and none of a library that is linked into it."""
+    from kvswap import _C
+
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+    table = subprocess.run(["nm", "-D", "--defined-only", str(_C.__file__)], capture_output=True, text=True, check=True)
+    exported = {line.split()[2] for line in table.stdout.splitlines()}
+    headers = "".join(path.read_text() for path in (ROOT / "csrc").glob("kvswap*.h"))
+    declared = set(re.findall(r"^KVS_API[^;(]*?(kvs_\w+)\(", headers, re.MULTILINE))
+    assert exported == declared | {"PyInit__C"}
