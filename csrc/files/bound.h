@@ -16,7 +16,7 @@
 #ifndef KVS_FILE_BOUND_H
 #define KVS_FILE_BOUND_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 struct kvs_file_bound {
   char *path;     /* of the directory; absolute */

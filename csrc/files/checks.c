@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "files/checks.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { MOST_DEPTH = 256 };
 

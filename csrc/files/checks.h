@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_CHECKS_H
 #define KVS_FILE_CHECKS_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 int kvs_file_check_settings(const struct kvs_file_settings *, struct kvs_error *);
 uint64_t kvs_file_segment_size(const struct kvs_file_settings *); /* that is asked for, or a good one */

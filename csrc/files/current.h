@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_CURRENT_H
 #define KVS_FILE_CURRENT_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 void kvs_file_epochs_init(struct kvs_file_epochs *);
 void kvs_file_epochs_destroy(struct kvs_file_epochs *);

@@ -6,7 +6,7 @@
 #ifndef KVS_FILE_DESCRIPTORS_H
 #define KVS_FILE_DESCRIPTORS_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 /* Hold a segment, so that its descriptor is not closed. False: `may_wait`, and all that may be open are held; the end
  * of a hold serves store->parked. */

@@ -23,7 +23,7 @@
 #include "files/checks.h"
 #include "files/descriptors.h"
 #include "files/segment.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static const char store_name[] = "store.kvs";
 enum { CHECKPOINTS_AT = KVS_FILE_PAGE, STATE_NBYTES = 3 * KVS_FILE_PAGE }; /* two pages, written alternately */

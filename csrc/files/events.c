@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files/store.h"
+#include "files/state.h"
 
 static bool make_room(struct kvs_file_events *events, size_t nbytes) {
   if (events->nbytes + nbytes <= events->capacity) return true;

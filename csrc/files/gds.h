@@ -11,7 +11,7 @@
 
 #include "device/device.h"
 #include "files/cufile.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum {
   KVS_FILE_GDS_THREADS = 8,

@@ -27,7 +27,7 @@
 #include "files/mover.h"
 #include "files/segment.h"
 #include "files/spans.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
 

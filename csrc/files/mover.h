@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_MOVER_H
 #define KVS_FILE_MOVER_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 int kvs_file_mover_open(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_mover_close(struct kvs_file_store *); /* no item is in flight any more */

@@ -21,7 +21,7 @@
 #include "files/peers.h"
 #include "files/retire.h"
 #include "files/segment.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static const int64_t LOOK_NS = 200 * 1000 * 1000; /* between looks for new writers */
 static const int64_t CLOCK_NS = 50 * 1000 * 1000; /* more than the steps in which a file system's times rise */

@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_PEERS_H
 #define KVS_FILE_PEERS_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 int kvs_file_peers_find(struct kvs_file_store *, struct kvs_error *);  /* open those that are new */
 int kvs_file_peers_start(struct kvs_file_store *, struct kvs_error *); /* read their headers, start the watcher */

@@ -10,7 +10,7 @@
 #ifndef KVS_FILE_RETIRE_H
 #define KVS_FILE_RETIRE_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 /* Evict the idle blocks of leaving segments and forget those of removed ones. Takes the store's lock for a part of the
  * index at a time. */

@@ -17,7 +17,7 @@
 #include "base/thread.h"
 #include "files/descriptors.h"
 #include "files/segment.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { SCANNERS = 8 };
 /* More than the number of blocks written between two checkpoints. */

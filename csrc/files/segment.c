@@ -15,7 +15,7 @@
 #include "files/checks.h"
 #include "files/descriptors.h"
 #include "files/segment.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static const char new_name[] = "new.tmp";
 enum {

@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_SEGMENT_H
 #define KVS_FILE_SEGMENT_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 bool kvs_file_segment_number(const char *name, uint32_t *number); /* false: it is no segment's name */
 /* Numbers of the segments of a directory that are not open, ascending; the caller frees the list. */

@@ -20,7 +20,7 @@
 #include "base/wait.h"
 #include "files/bound.h"
 #include "files/segment.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000, WRITE_AGAIN_NS = 2ull * 1000 * 1000 * 1000;
 enum {

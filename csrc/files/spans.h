@@ -2,7 +2,7 @@
 #ifndef KVS_FILE_SPANS_H
 #define KVS_FILE_SPANS_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 /* Its bytes are staged in device memory, for GPUDirect Storage. */
 static inline bool kvs_file_on_device(const struct kvs_file_item *item) {

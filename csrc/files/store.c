@@ -15,7 +15,7 @@
 #include "files/current.h"
 #include "files/mover.h"
 #include "files/peers.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32 };
 static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;

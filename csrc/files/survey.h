@@ -12,7 +12,7 @@
 #ifndef KVS_FILE_SURVEY_H
 #define KVS_FILE_SURVEY_H
 
-#include "files/store.h"
+#include "files/state.h"
 
 struct kvs_file_surveyed_writer {
   char *path;        /* below the directory; empty: the directory itself */

@@ -11,7 +11,7 @@
 #include "files/keys.h"
 #include "files/mover.h"
 #include "files/peers.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a kind; the first transfer is always admitted */
 

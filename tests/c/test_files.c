@@ -8,7 +8,7 @@
 #include "base/crc32c.h"
 #include "check.h"
 #include "files/cufile.h"
-#include "files/store.h"
+#include "files/state.h"
 
 static struct kvs_error err;
 static const int64_t PATIENCE = 60000000000;

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { NBYTES = 3000, KEYS = 64, STORES = 3 };
 static struct kvs_error err;

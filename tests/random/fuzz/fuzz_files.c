@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
-#include "files/store.h"
+#include "files/state.h"
 
 enum { PAGE = KVS_FILE_PAGE, BLOCK = 100, SLOT = 2 * PAGE, SLOTS = 4, SEGMENT = PAGE + SLOTS * SLOT };
 static char folder[64];

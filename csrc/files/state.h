@@ -2,8 +2,8 @@
  *
  * Lock order: peers_lock or epochs.looking, then store->lock, then one of queue.lock, faults.lock or the mover's lock.
  * Under store->lock there is no file system call and no device call, and no owner is released. */
-#ifndef KVS_FILE_STORE_H
-#define KVS_FILE_STORE_H
+#ifndef KVS_FILE_STATE_H
+#define KVS_FILE_STATE_H
 
 #include "base/histogram.h"
 #include "device/device.h"
