@@ -8,7 +8,6 @@
 #define KVS_METRICS_H
 
 #include "kvswap.h"
-#include "kvswap_file.h"
 #include "status.h"
 
 enum { KVS_HISTOGRAM_BOUNDS = 20 };
@@ -51,25 +50,5 @@ struct kvs_engine_metrics {
   bool lost;
 };
 void kvs_engine_get_metrics(struct kvs_engine *engine, struct kvs_engine_metrics *metrics);
-
-/* Of stores, loads or deletes of a file store. */
-struct kvs_file_kind_metrics {
-  struct kvs_histogram_counts duration_ns; /* transfers done: from the call to the end */
-  struct kvs_histogram_counts nbytes;      /* the same */
-  uint64_t failed, cancelled;              /* transfers that ended so */
-  uint64_t failed_blocks[KVS_STATUSES];    /* blocks that failed, by -status */
-};
-
-struct kvs_file_metrics {
-  struct kvs_file_stats stats;
-  struct kvs_file_kind_metrics stores, loads, deletes;
-  char directory[512]; /* cut if longer */
-  uint64_t block_nbytes, capacity;
-  uint64_t unfinished_load_blocks, unfinished_store_blocks; /* now */
-  uint64_t oldest_ns;                                       /* age of the oldest unfinished transfer; 0: none */
-};
-/* files/store.c */
-/* The open stores of this process. Writes up to `capacity`, returns their number. */
-size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity);
 
 #endif

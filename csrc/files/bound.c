@@ -14,7 +14,9 @@
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "files/directory.h"
 #include "files/retire.h"
+#include "files/slot.h"
 #include "files/survey.h"
 
 static const char file_name[] = "bound.kvs";

@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include "files/current.h"
+#include "files/directory.h"
+#include "files/guard.h"
 
 static const int64_t CLEAR_NS = 10ll * 1000 * 1000 * 1000;
 

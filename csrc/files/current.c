@@ -16,6 +16,8 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "files/current.h"
+#include "files/directory.h"
+#include "files/slot.h"
 
 static const int64_t LOOK_NS = 500 * 1000 * 1000, MAKE_NS = 1000 * 1000 * 1000;
 

@@ -8,6 +8,8 @@
  * lock of its own, so that the rules of one directory hold for each. The layout's text in their files has a field more:
  * a random number of the set, and how many directories it has. Without that, a store opened with some of its
  * directories would bring blocks back, of which a newer version was stored elsewhere, or which were deleted. */
+#include "files/directory.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>

@@ -8,6 +8,8 @@
  * next process must not read the files before that. So queue->kept is registered in each ring: the kernel closes these
  * descriptors, which ends their locks, when the ring's last request has ended. The child of a fork must not keep the
  * ring alive: it does not inherit the ring's memory, and closes its copy of the descriptor. */
+#include "files/engine_uring.h"
+
 #include "base/fork.h"
 #include "base/thread.h"
 #include "files/engine.h"

@@ -1,4 +1,6 @@
 /* See files/events.h. */
+#include "files/events.h"
+
 #include <stdlib.h>
 #include <string.h>
 

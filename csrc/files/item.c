@@ -13,6 +13,8 @@
  *
  * Header and block are written in one request, and the checksum detects a torn block. A newer block of the same key has
  * a higher sequence; after the newer block is published, the older block's header is erased. */
+#include "files/item.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -23,26 +25,16 @@
 #include "files/cufile.h"
 #include "files/current.h"
 #include "files/descriptors.h"
+#include "files/directory.h"
+#include "files/ended.h"
 #include "files/gds.h"
-#include "files/mover.h"
 #include "files/segment.h"
+#include "files/slot.h"
 #include "files/spans.h"
+#include "files/staging.h"
 #include "files/state.h"
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
-
-static void append(struct kvs_file_items *list, struct kvs_file_item *item) {
-  item->next = NULL;
-  *(list->last ? &list->last->next : &list->first) = item;
-  list->last = item;
-}
-
-static struct kvs_file_item *take_first(struct kvs_file_items *list) {
-  struct kvs_file_item *item = list->first;
-  if (item) list->first = item->next;
-  if (!list->first) list->last = NULL;
-  return item;
-}
 
 /* -- keys ---------------------------------------------------------------------------------------------------------- */
 
@@ -56,7 +48,7 @@ static void grant_locked(struct kvs_file_item *item) {
     item->entry->writer = true;
   if (!reads(item)) kvs_file_request_wait(&item->request, &store->queue.turns);
   store->granted++;
-  append(&store->ready, item);
+  kvs_file_items_append(&store->ready, item);
 }
 
 static bool may_have(const struct kvs_file_item *item) {
@@ -70,7 +62,7 @@ void kvs_file_item_begin_locked(struct kvs_file_item *item) {
     grant_locked(item);
   } else {
     struct kvs_file_items waiting = {entry->first, entry->last};
-    append(&waiting, item);
+    kvs_file_items_append(&waiting, item);
     entry->first = waiting.first;
     entry->last = waiting.last;
   }
@@ -95,7 +87,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
   if (entry == store->claimed && !entry->readers) kvs_file_claimed_ended_locked(store);
   while (entry->first && may_have(entry->first)) {
     struct kvs_file_items waiting = {entry->first, entry->last};
-    struct kvs_file_item *item = take_first(&waiting);
+    struct kvs_file_item *item = kvs_file_items_take(&waiting);
     entry->first = waiting.first;
     entry->last = waiting.last;
     grant_locked(item);
@@ -131,7 +123,7 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
     kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
   release_victim_locked(item);
-  if (item->staging != UINT32_MAX) kvs_file_mover_release(item);
+  if (item->staging != UINT32_MAX) kvs_file_staging_release(item);
   store->granted--;
   item->progress = KVS_FILE_OVER;
   item->status = status;
@@ -148,8 +140,6 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   release_locked(store, item->entry, reads(item));
   if (--transfer->remaining == 0) kvs_file_transfer_ended_locked(transfer);
 }
-
-/* -- the file queues ----------------------------------------------------------------------------------------------- */
 
 /* -- dispatch ------------------------------------------------------------------------------------------------------ */
 
@@ -171,7 +161,7 @@ static void dispatch_locked(struct kvs_file_item *item) {
   } else if (!reads(item) && transfer->store->refusal) {
     kvs_file_item_finish_locked(item, KVS_FILE, transfer->store->refusal);
   } else if (transfer->gate) {
-    kvs_file_mover_push(item);
+    kvs_file_staging_push(item);
   } else {
     kvs_file_item_queue(item);
   }
@@ -179,7 +169,7 @@ static void dispatch_locked(struct kvs_file_item *item) {
 
 void kvs_file_run_ready_locked(struct kvs_file_store *store) {
   struct kvs_file_item *item;
-  while ((item = take_first(&store->ready)) != NULL) dispatch_locked(item);
+  while ((item = kvs_file_items_take(&store->ready)) != NULL) dispatch_locked(item);
 }
 
 /* -- stores -------------------------------------------------------------------------------------------------------- */
@@ -234,7 +224,7 @@ static bool hold_locked(struct kvs_file_item *item, uint32_t slot) {
     item->held = at;
     return true;
   }
-  append(&store->parked, item);
+  kvs_file_items_append(&store->parked, item);
   return false;
 }
 
@@ -247,7 +237,7 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
   bool staging_first = item->transfer->pools && item->staging == UINT32_MAX;
   if (answer == KVS_FILE_SLOT && staging_first) {
-    kvs_file_mover_push(item);
+    kvs_file_staging_push(item);
     answer = KVS_FILE_WAIT;
   }
   if (answer == KVS_FILE_SLOT && store->sequence >= KVS_FILE_LAST_SEQUENCE) {
@@ -530,7 +520,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
   int status = code ? KVS_FILE : erased ? KVS_OK : read_ended(item);
   if (status == KVS_DAMAGED && read_again(item)) return;
   if (status == KVS_OK && !erased && item->transfer->pools) {
-    kvs_file_mover_arrived(item);
+    kvs_file_staging_arrived(item);
     return;
   }
   if (code == KVS_FILE_ENDED && !erased && !kvs_file_is_foreign(store, item->slot))

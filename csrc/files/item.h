@@ -82,6 +82,19 @@ struct kvs_file_items {
   struct kvs_file_item *first, *last;
 };
 
+static inline void kvs_file_items_append(struct kvs_file_items *list, struct kvs_file_item *item) {
+  item->next = NULL;
+  *(list->last ? &list->last->next : &list->first) = item;
+  list->last = item;
+}
+/* NULL: the list is empty. */
+static inline struct kvs_file_item *kvs_file_items_take(struct kvs_file_items *list) {
+  struct kvs_file_item *item = list->first;
+  if (item) list->first = item->next;
+  if (!list->first) list->last = NULL;
+  return item;
+}
+
 struct kvs_file_transfer {
   atomic_uint refs; /* one a handle, one while unfinished, one while in `garbage` */
   struct kvs_file_store *store;
@@ -109,38 +122,11 @@ struct kvs_file_transfer {
   struct kvs_file_item items[];
 };
 
-/* files/item.c: the steps of one block. */
 void kvs_file_item_begin_locked(
     struct kvs_file_item *); /* ask for the key; the item becomes ready when it holds the key */
 void kvs_file_run_ready_locked(struct kvs_file_store *); /* dispatch all ready items */
 void kvs_file_item_finish_locked(struct kvs_file_item *, int status, int code);
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *);
 void kvs_file_item_end(struct kvs_file_request *, int code);
-
-/* files/slot.c: slots on disk for new blocks. */
-enum kvs_file_slot_answer { KVS_FILE_SLOT, KVS_FILE_WAIT, KVS_FILE_NONE_LEFT };
-/* SLOT: item->slot is set, and item->victim if a block was evicted. WAIT: the item is in store->starved. NONE_LEFT:
- * *code is an errno; 0: all blocks are pinned. May release the lock temporarily. */
-enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *, int *code);
-/* A free slot, or that of the least recently used block, without file system calls. False: an engine thread has to look
- * for a slot. */
-bool kvs_file_slot_take_now_locked(struct kvs_file_item *);
-void kvs_file_slot_return_locked(struct kvs_file_item *); /* give an unwritten slot back and undo the eviction */
-void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
-/* A write of the slot failed. `erased`: the slot is free again, otherwise it is lost. */
-void kvs_file_slot_failed_locked(struct kvs_file_store *, uint32_t slot, bool erased, int code);
-void kvs_file_wake_starved_locked(struct kvs_file_store *);     /* all */
-void kvs_file_wake_starved_one_locked(struct kvs_file_store *); /* the oldest, if it may find a slot now */
-/* No load reads the claimed block any more: the oldest starved item evicts it. */
-void kvs_file_claimed_ended_locked(struct kvs_file_store *);
-/* Another process has a block of the key in `slot`. An own block is preferred. */
-void kvs_file_learn_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
-/* Where the entry has no block and no store or delete holds the key: take another process's, if one is known. */
-void kvs_file_fall_back_locked(struct kvs_file_store *, struct kvs_file_entry *);
-
-/* files/transfer.c */
-void kvs_file_transfer_drop(struct kvs_file_transfer *);         /* one reference */
-void kvs_file_transfer_ended_locked(struct kvs_file_transfer *); /* called when the last item has ended */
-size_t kvs_file_cancel_all(struct kvs_file_store *);
 
 #endif

@@ -20,7 +20,9 @@
 #include "files/gds.h"
 #include "files/keys.h"
 #include "files/mover.h"
+#include "files/slot.h"
 #include "files/spans.h"
+#include "files/staging.h"
 #include "private.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
@@ -28,85 +30,14 @@ static const uint64_t STAGING_NBYTES = 128ull << 20;
 static const int64_t POLL_NS = 50 * 1000;
 
 /* Copies in flight, oldest first. */
-struct mover_copy {
-  struct mover_copy *next;
+struct kvs_file_staging_copy {
+  struct kvs_file_staging_copy *next;
   struct kvs_transfer *transfer;
   size_t count;
   struct kvs_file_item *items[BATCH];
 };
 
-struct kvs_file_mover {
-  struct kvs_file_store *store;
-  struct kvs_engine *engine;
-  kvs_stream streams[2]; /* [1]: loads, [0]: stores */
-  uint64_t staging;      /* slot i at staging + i * slot_nbytes */
-  uint32_t nslots;
-  pthread_t thread;
-
-  pthread_mutex_t pools_lock;
-  struct kvs_pool **pools; /* guarded by pools_lock: staging as pools, one for each pool of a block; NULL: not opened */
-  size_t npools;
-
-  pthread_mutex_t lock;
-  pthread_cond_t changed;
-  bool closed; /* guarded by lock, as are the fields below */
-  uint32_t *free;
-  uint32_t nfree;
-  struct kvs_file_transfer *first[2], *last[2]; /* transfers with items in `waiting`; [1]: loads, [0]: others */
-  struct kvs_file_items arrived;                /* items read and verified */
-  struct kvs_file_turns turns;                  /* of loads and stores that wait for staging */
-
-  struct mover_copy *copies[2], *last_copy[2]; /* used by the thread only */
-};
-
 static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
-
-static void append(struct kvs_file_items *list, struct kvs_file_item *item) {
-  item->next = NULL;
-  *(list->last ? &list->last->next : &list->first) = item;
-  list->last = item;
-}
-
-static struct kvs_file_item *take_first(struct kvs_file_items *list) {
-  struct kvs_file_item *item = list->first;
-  list->first = item->next;
-  if (!list->first) list->last = NULL;
-  return item;
-}
-
-/* -- calls from the store ------------------------------------------------------------------------------------------ */
-
-void kvs_file_mover_push(struct kvs_file_item *item) {
-  struct kvs_file_transfer *transfer = item->transfer;
-  struct kvs_file_mover *mover = transfer->store->mover;
-  bool load = is_load(item);
-  pthread_mutex_lock(&mover->lock);
-  if (!transfer->waiting.first) {
-    transfer->next_waiting = NULL;
-    *(mover->last[load] ? &mover->last[load]->next_waiting : &mover->first[load]) = transfer;
-    mover->last[load] = transfer;
-    pthread_cond_signal(&mover->changed);
-  }
-  append(&transfer->waiting, item);
-  pthread_mutex_unlock(&mover->lock);
-}
-
-void kvs_file_mover_arrived(struct kvs_file_item *item) {
-  struct kvs_file_mover *mover = item->transfer->store->mover;
-  pthread_mutex_lock(&mover->lock);
-  append(&mover->arrived, item);
-  pthread_cond_signal(&mover->changed);
-  pthread_mutex_unlock(&mover->lock);
-}
-
-void kvs_file_mover_release(struct kvs_file_item *item) {
-  struct kvs_file_mover *mover = item->transfer->store->mover;
-  pthread_mutex_lock(&mover->lock);
-  mover->free[mover->nfree++] = item->staging;
-  item->staging = UINT32_MAX;
-  pthread_cond_signal(&mover->changed);
-  pthread_mutex_unlock(&mover->lock);
-}
 
 static void finish(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
@@ -119,7 +50,7 @@ static void finish(struct kvs_file_item *item, int status, int code) {
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 
 /* Marks in `lost` the positions of the batch whose copy failed. */
-static int copy_result(struct mover_copy *copy, bool lost[BATCH], int *code) {
+static int copy_result(struct kvs_file_staging_copy *copy, bool lost[BATCH], int *code) {
   uint32_t failed[BATCH];
   struct kvs_error err = {0};
   int status = kvs_transfer_error(copy->transfer, &err);
@@ -140,7 +71,7 @@ static void clear_staging_failure(struct kvs_file_mover *mover, const struct kvs
     (void)kvs_note_access(mover->pools[i], &ids, true, 0, 0, mover->streams[0], "the file tier", &ignored);
 }
 
-static void finish_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
+static void finish_copy(struct kvs_file_mover *mover, struct kvs_file_staging_copy *copy) {
   bool lost[BATCH];
   int code, status = copy_result(copy, lost, &code);
   for (size_t i = 0; i < copy->count; i++) {
@@ -162,7 +93,7 @@ static void finish_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
 static bool collect_copies(struct kvs_file_mover *mover) {
   bool any = false;
   for (int load = 1; load >= 0; load--)
-    for (struct mover_copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer);
+    for (struct kvs_file_staging_copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer);
          any = true) {
       mover->copies[load] = copy->next;
       if (!copy->next) mover->last_copy[load] = NULL;
@@ -177,7 +108,7 @@ static int start_copy(struct kvs_file_mover *mover, struct kvs_file_item *const 
   bool load = is_load(items[0]);
   int64_t staging[BATCH], slots[BATCH];
   struct kvs_error err = {0};
-  struct mover_copy *copy = calloc(1, sizeof *copy);
+  struct kvs_file_staging_copy *copy = calloc(1, sizeof *copy);
   for (size_t i = 0; i < count; i++) {
     staging[i] = items[i]->staging;
     slots[i] = transfer->slots[items[i] - transfer->items];
@@ -209,7 +140,7 @@ static bool copy_arrived(struct kvs_file_mover *mover) {
   size_t count = 0;
   pthread_mutex_lock(&mover->lock);
   while (count < BATCH && mover->arrived.first && (count == 0 || mover->arrived.first->transfer == items[0]->transfer))
-    items[count++] = take_first(&mover->arrived);
+    items[count++] = kvs_file_items_take(&mover->arrived);
   pthread_mutex_unlock(&mover->lock);
   if (count == 0) return false;
   if (start_copy(mover, items, count) == KVS_OK) return true;
@@ -255,7 +186,7 @@ static size_t take_waiting(struct kvs_file_mover *mover, int whose, size_t most,
     most = BATCH; /* these items need no staging */
   else if (transfer && most && whose == DUE)
     most = mover->first[1] && kvs_file_request_is_due(&transfer->waiting.first->request, &mover->turns);
-  while (transfer && count < most && transfer->waiting.first) items[count++] = take_first(&transfer->waiting);
+  while (transfer && count < most && transfer->waiting.first) items[count++] = kvs_file_items_take(&transfer->waiting);
   if (transfer && !transfer->waiting.first) {
     *at = transfer->next_waiting;
     if (mover->last[load] == transfer) mover->last[load] = before;

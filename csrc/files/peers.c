@@ -18,9 +18,12 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "files/checks.h"
+#include "files/directory.h"
 #include "files/peers.h"
 #include "files/retire.h"
+#include "files/scan.h"
 #include "files/segment.h"
+#include "files/slot.h"
 #include "files/state.h"
 
 static const int64_t LOOK_NS = 200 * 1000 * 1000; /* between looks for new writers */

@@ -1,4 +1,6 @@
 /* Requests in a list a rank. A push wakes a thread only if one sleeps. */
+#include "files/queue.h"
+
 #include <errno.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>

@@ -1,6 +1,8 @@
 /* Readers and shared directories: find what other processes have stored since. */
 #include "files/current.h"
+#include "files/guard.h"
 #include "files/peers.h"
+#include "files/scan.h"
 #include "files/segment.h"
 
 /* Runs beside transfers: a new index is built and replaces the old one as a whole. */

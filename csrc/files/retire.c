@@ -14,6 +14,7 @@
 #include "files/descriptors.h"
 #include "files/retire.h"
 #include "files/segment.h"
+#include "files/slot.h"
 
 enum { BUCKETS = 16384, OLDEST = 65536 }; /* of the index, that are looked at in one hold of the lock */
 

@@ -9,6 +9,8 @@
  * block; blocks written from now on therefore get sequences above all that the slot may contain.
  *
  * A reader beside a writer erases nothing, and treats a torn block as missing. */
+#include "files/scan.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +19,7 @@
 #include "base/thread.h"
 #include "files/descriptors.h"
 #include "files/segment.h"
+#include "files/slot.h"
 #include "files/state.h"
 
 enum { SCANNERS = 8 };

@@ -11,6 +11,8 @@
  * Loads that never pause may keep all blocks in use. So while items starve, one block that is in use by loads only is
  * claimed: further loads of its key wait, and when the last earlier load has ended, the oldest starved item evicts the
  * block. The waiting loads then find the key missing. */
+#include "files/slot.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>

@@ -159,49 +159,8 @@ static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint
   return kvs_file_slot_offset(&store->geometry, slot % store->geometry.slots);
 }
 
-/* files/store.c */
-int kvs_file_check_fork(const struct kvs_file_store *, struct kvs_error *);
-/* Begin a call that uses the mover or the files: KVS_OK, KVS_CLOSED or KVS_FORKED. */
-int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
-void kvs_file_leave_locked(struct kvs_file_store *);
-
-/* files/directory.c: the directories and the store's file in each. */
-int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct */
-int kvs_file_open_segments(struct kvs_file_store *, struct kvs_error *);
-void kvs_file_close_directories(struct kvs_file_store *);
-/* Close what holds the directories' locks. `everywhere`: release the locks even if a forked child or a ring still has
- * the descriptors. Safe in a child of fork(). */
-void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
-
 static inline void kvs_file_note_used_locked(struct kvs_file_store *store, uint32_t slot) {
   store->segments[slot / store->geometry.slots].used = store->any_used = true;
 }
-
-/* files/slot.c: change where a key's block is, and tell the other processes. */
-void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
-/* End store->growing: with a segment, or the error of making it; or there is no room, and again_ns is when to ask. */
-void kvs_file_grown_locked(struct kvs_file_store *, unsigned root, int code, uint32_t number, int fd);
-void kvs_file_not_grown_locked(struct kvs_file_store *, unsigned root, uint64_t again_ns);
-
-/* files/directory.c: checkpoints. */
-uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
-int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
-void kvs_file_checkpoint_if_due(struct kvs_file_store *);                             /* after a write; no lock */
-/* files/slot.c */
-bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
-
-/* directory.c */
-/* Whether the own directories still have their names; twice a second. Otherwise they take no blocks. */
-void kvs_file_look_at_directories(struct kvs_file_store *);
-/* Open a directory and check who may write it. `make`: create it if missing. */
-int kvs_file_open_folder(struct kvs_file_root *, bool make, struct kvs_error *);
-/* Geometry of a directory, from the store's file, else from a segment; *found false: neither can be read. */
-int kvs_file_find_geometry(struct kvs_file_store *, unsigned root, struct kvs_file_geometry *, bool *found,
-                           size_t *nsegments, struct kvs_error *);
-
-/* files/scan.c: builds an index from the segments' headers; for a writer also the list of free slots. */
-int kvs_file_scan(struct kvs_file_store *, struct kvs_file_index *, struct kvs_error *);
-/* Replace what the index knows of a peer's blocks by what its headers say. */
-int kvs_file_scan_peer(struct kvs_file_store *, unsigned peer, struct kvs_error *);
 
 #endif

@@ -1,4 +1,6 @@
 /* Stores: opening and closing. */
+#include "files/store.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,13 +10,17 @@
 #include "base/crc32c.h"
 #include "base/thread.h"
 #include "base/wait.h"
-#include "engine/metrics.h"
 #include "files/bound.h"
 #include "files/checks.h"
 #include "files/cufile.h"
 #include "files/current.h"
+#include "files/directory.h"
+#include "files/ended.h"
+#include "files/engine.h"
+#include "files/guard.h"
 #include "files/mover.h"
 #include "files/peers.h"
+#include "files/scan.h"
 #include "files/state.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32 };
@@ -344,29 +350,6 @@ int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store 
     status = open_writable(&own, opened, err);
   } while (status == KVS_BUSY && await_closer(since, deadline));
   return status;
-}
-
-/* -- calls --------------------------------------------------------------------------------------------------------- */
-
-int kvs_file_check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
-  if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
-  return kvs_fail(err, KVS_FORKED,
-                  "this store was opened before fork(): a child process cannot use it; open it again in the child, "
-                  "with readonly while the parent writes");
-}
-
-int kvs_file_enter(struct kvs_file_store *store, struct kvs_error *err) {
-  int status = kvs_file_check_fork(store, err);
-  if (status) return status;
-  pthread_mutex_lock(&store->lock);
-  if (store->closing) status = kvs_fail(err, KVS_CLOSED, "the store is closed");
-  store->entered += !status;
-  pthread_mutex_unlock(&store->lock);
-  return status;
-}
-
-void kvs_file_leave_locked(struct kvs_file_store *store) {
-  if (--store->entered == 0) pthread_cond_broadcast(&store->ended);
 }
 
 /* -- closing ------------------------------------------------------------------------------------------------------- */

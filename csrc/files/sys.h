@@ -49,10 +49,6 @@ void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const str
 /* The fault for the next call of that kind. DELAY has already slept and returns NONE. */
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);
 
-/* store.c */
-/* For tests. A NULL store: applies to stores opened from now on, while they are being opened. */
-void kvs_file_inject(struct kvs_file_store *, enum kvs_file_call, const struct kvs_file_fault *);
-
 /* One range of a file, to or from several pieces of memory. The struct holds what is left to move, so that a partial
  * transfer can continue. */
 enum { KVS_FILE_PIECES = 3 };
@@ -68,7 +64,6 @@ struct kvs_file_span {
  * what kvs_file_move() returns. A call without progress ends the loop: a read with KVS_FILE_ENDED (end of file), a
  * write with EIO. */
 enum { KVS_FILE_MORE = -1 };
-/* sys.c */
 int kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
 struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of the span, for tests */
 size_t kvs_file_span_nbytes(const struct kvs_file_span *);

@@ -1,5 +1,4 @@
-/* Transfers of the file tier: submission, completion and queries. A transfer ends in exactly one state, written last,
- * under the store's lock. Fields read after the end do not change any more. */
+/* Transfers of the file tier: submission and queries. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -8,6 +7,8 @@
 
 #include "base/wait.h"
 #include "files/current.h"
+#include "files/ended.h"
+#include "files/guard.h"
 #include "files/keys.h"
 #include "files/mover.h"
 #include "files/peers.h"
@@ -25,19 +26,6 @@ static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_
     return kvs_fail(err, KVS_INVALID, "blocks are neither addresses nor in pools");
   if (blocks->ids.count == keys->count) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "ids has %zu items, but keys has %zu", blocks->ids.count, keys->count);
-}
-
-static void free_transfer(struct kvs_file_transfer *transfer) {
-  for (size_t i = 0; transfer->pools && i < transfer->npools; i++) kvs_pool_unref(transfer->pools[i]);
-  free(transfer->pools);
-  if (transfer->gate) kvs_transfer_unref(transfer->gate);
-  free(transfer->slots);
-  free(transfer->part_nbytes);
-  free(transfer);
-}
-
-void kvs_file_transfer_drop(struct kvs_file_transfer *transfer) {
-  if (atomic_fetch_sub(&transfer->refs, 1) == 1) free_transfer(transfer);
 }
 
 static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks) {
@@ -153,7 +141,7 @@ static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, 
   bool parts = blocks && blocks->addresses && options && options->nparts;
   int status = parts ? set_up_parts(transfer, blocks, options, err) : KVS_OK;
   if (status) {
-    free_transfer(transfer);
+    kvs_file_transfer_drop(transfer);
     return status;
   }
   set_up_items(transfer, blocks);
@@ -190,7 +178,7 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
   kvs_file_leave_locked(store);
   pthread_mutex_unlock(&store->lock);
   if (status) {
-    if (transfer) free_transfer(transfer);
+    if (transfer) kvs_file_transfer_drop(transfer);
     return status;
   }
   kvs_file_ref(store);
@@ -227,194 +215,6 @@ int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *ke
                     const struct kvs_file_options *options, struct kvs_file_transfer **transfer,
                     struct kvs_error *err) {
   return submit(store, KVS_FILE_DROP, keys, NULL, options, transfer, err);
-}
-
-/* -- calls on keys only -------------------------------------------------------------------------------------------- */
-
-int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *theirs, bool *found,
-                      struct kvs_error *err) {
-  struct kvs_file_keys own, *keys = &own;
-  int status = kvs_file_check_fork(store, err);
-  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
-  if (status) return status;
-  size_t begin = 0;
-  kvs_file_lock_current(store);
-  kvs_file_catch_up_locked(store);
-  for (size_t i = 0; i < keys->count; begin = keys->ends[i++]) {
-    const struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
-    found[i] = entry && entry->slot != KVS_NO_SLOT;
-  }
-  pthread_mutex_unlock(&store->lock);
-  kvs_file_keys_free(keys);
-  return KVS_OK;
-}
-
-int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *theirs, struct kvs_error *err) {
-  struct kvs_file_keys own, *keys = &own;
-  int status = kvs_file_check_fork(store, err);
-  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
-  if (status) return status;
-  kvs_file_lock_current(store);
-  for (size_t i = keys->count; i-- > 0;) { /* first key last: a prefix is evicted from its end */
-    size_t begin = i ? keys->ends[i - 1] : 0;
-    struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
-    if (entry) kvs_file_index_touch(&store->index, entry);
-    if (entry && entry->slot != KVS_NO_SLOT) kvs_file_note_used_locked(store, entry->slot);
-  }
-  pthread_mutex_unlock(&store->lock);
-  kvs_file_keys_free(keys);
-  return KVS_OK;
-}
-
-int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *theirs, bool pin, struct kvs_error *err) {
-  struct kvs_file_index *index = &store->index;
-  struct kvs_file_keys own, *keys = &own;
-  int status = kvs_file_check_fork(store, err);
-  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
-  if (status) return status;
-  size_t begin = 0, done = 0;
-  kvs_file_lock_current(store);
-  kvs_file_catch_up_locked(store);
-  for (; !status && done < keys->count; begin = keys->ends[done++]) {
-    struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[done] - begin);
-    if (pin && (!entry || entry->slot == KVS_NO_SLOT))
-      status = kvs_fail(err, KVS_MISSING, "keys[%zu] is not in the store: nothing was pinned", done);
-    else if (!pin && (!entry || !entry->pins))
-      status = kvs_fail(err, KVS_INVALID, "keys[%zu] is not pinned: nothing was unpinned", done);
-    else
-      kvs_file_index_pin(index, entry, pin);
-    if (status) break;
-  }
-  begin = 0;
-  for (size_t i = 0; i < done; begin = keys->ends[i++]) {
-    struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[i] - begin);
-    if (!entry) continue; /* a repeated key: deleted with the first occurrence */
-    if (status) kvs_file_index_pin(index, entry, !pin);
-    kvs_file_index_settle(index, entry);
-  }
-  if (store->starved.first) kvs_file_wake_starved_locked(store);
-  pthread_mutex_unlock(&store->lock);
-  kvs_file_keys_free(keys);
-  return status;
-}
-
-static size_t measure_locked(const struct kvs_file_index *index) {
-  size_t nbytes = 0;
-  for (size_t i = 0; i < index->nbuckets; i++)
-    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
-      nbytes += entry->key_nbytes;
-  return nbytes;
-}
-
-static size_t add_key(const struct kvs_file_entry *entry, uint8_t *keys, size_t *ends, size_t count) {
-  size_t begin = count ? ends[count - 1] : 0;
-  memcpy(keys + begin, entry->key, entry->key_nbytes);
-  ends[count] = begin + entry->key_nbytes;
-  return count + 1;
-}
-
-/* LRU order; entries in use or pinned come last, unordered. */
-static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, size_t *ends) {
-  size_t count = 0;
-  for (const struct kvs_file_entry *entry = index->oldest; entry; entry = entry->newer)
-    count = add_key(entry, keys, ends, count);
-  for (size_t i = 0; i < index->nbuckets; i++)
-    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
-      if (!entry->idle && entry->slot != KVS_NO_SLOT) count = add_key(entry, keys, ends, count);
-  return count;
-}
-
-int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
-  int status = kvs_file_check_fork(store, err);
-  if (status) return status;
-  kvs_file_lock_current(store);
-  kvs_file_catch_up_locked(store);
-  *keys = malloc(measure_locked(&store->index) + 1);
-  *ends = malloc((store->index.blocks + 1) * sizeof **ends);
-  *count = *keys && *ends ? list_locked(&store->index, *keys, *ends) : 0;
-  pthread_mutex_unlock(&store->lock);
-  if (*keys && *ends) return KVS_OK;
-  free(*keys);
-  free(*ends);
-  return kvs_fail(err, KVS_NOMEM, "no memory for the keys of a store");
-}
-
-/* -- completion ---------------------------------------------------------------------------------------------------- */
-
-static void count_locked(const struct kvs_file_transfer *transfer, enum kvs_state state) {
-  struct kvs_file_store *store = transfer->store;
-  struct kvs_file_kind_counters *counters = &store->kinds[transfer->kind];
-  uint64_t moved = transfer->kind == KVS_FILE_DROP ? 0 : transfer->nitems - transfer->nkept;
-  counters->failed += state == KVS_STATE_FAILED;
-  counters->cancelled += state == KVS_STATE_CANCELLED;
-  if (state != KVS_STATE_DONE) return;
-  kvs_histogram_add(&counters->duration, kvs_time_bounds, transfer->elapsed_ns);
-  kvs_histogram_add(&counters->nbytes, kvs_size_bounds, moved * store->geometry.block_nbytes);
-}
-
-void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
-  struct kvs_file_store *store = transfer->store;
-  *(transfer->earlier ? &transfer->earlier->later : &store->oldest) = transfer->later;
-  *(transfer->later ? &transfer->later->earlier : &store->newest) = transfer->earlier;
-  store->unfinished[transfer->kind]--;
-  store->unfinished_blocks[transfer->kind] -= transfer->nitems;
-  transfer->elapsed_ns = kvs_clock_ns() - transfer->start_ns;
-  enum kvs_state state = transfer->nfailed ? KVS_STATE_FAILED : KVS_STATE_DONE;
-  for (size_t i = 0; transfer->cancelled && state == KVS_STATE_FAILED && i < transfer->nitems; i++)
-    if (transfer->items[i].status == KVS_CANCELLED) state = KVS_STATE_CANCELLED;
-  count_locked(transfer, state);
-  if (transfer->release) {
-    atomic_fetch_add(&transfer->refs, 1);
-    transfer->next_garbage = store->garbage;
-    store->garbage = transfer;
-  }
-  atomic_store_explicit(&transfer->state, state, memory_order_release);
-  pthread_cond_broadcast(&store->ended);
-  kvs_file_transfer_drop(transfer);
-}
-
-void kvs_file_collect(struct kvs_file_store *store) {
-  if (store->fork_generation != kvs_fork_generation()) return;
-  kvs_release_begin();
-  pthread_mutex_lock(&store->lock);
-  struct kvs_file_transfer *garbage = store->garbage;
-  store->garbage = NULL;
-  pthread_mutex_unlock(&store->lock);
-  while (garbage) {
-    struct kvs_file_transfer *next = garbage->next_garbage;
-    garbage->release(garbage->owner);
-    kvs_file_transfer_drop(garbage);
-    garbage = next;
-  }
-  kvs_release_end();
-}
-
-static bool cancel_locked(struct kvs_file_transfer *transfer) {
-  bool any = false;
-  for (size_t i = 0; i < transfer->nitems; i++) any |= transfer->items[i].progress == KVS_FILE_PENDING;
-  transfer->cancelled |= any;
-  return any;
-}
-
-/* Items notice the cancellation when they are next dispatched; starved items are dispatched now. */
-bool kvs_file_transfer_cancel(struct kvs_file_transfer *transfer) {
-  struct kvs_file_store *store = transfer->store;
-  if (store->fork_generation != kvs_fork_generation()) return false;
-  pthread_mutex_lock(&store->lock);
-  bool any = transfer->remaining && cancel_locked(transfer);
-  if (any) kvs_file_wake_starved_locked(store);
-  pthread_mutex_unlock(&store->lock);
-  return any;
-}
-
-size_t kvs_file_cancel_all(struct kvs_file_store *store) {
-  size_t n = 0;
-  pthread_mutex_lock(&store->lock);
-  for (struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later, n++)
-    (void)cancel_locked(transfer);
-  kvs_file_wake_starved_locked(store);
-  pthread_mutex_unlock(&store->lock);
-  return n;
 }
 
 /* -- queries ------------------------------------------------------------------------------------------------------- */

@@ -2,8 +2,8 @@
  * that Ctrl-C ends the wait. file_calls.c has store(), load() and delete(). */
 #include "../base/crc32c.h"
 #include "../files/cufile.h"
-#include "../files/engine.h"
-#include "../files/sys.h"
+#include "../files/engine_uring.h"
+#include "../files/store.h"
 #include "args.h"
 #include "errors.h"
 #include "file_calls.h"

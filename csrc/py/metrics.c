@@ -1,5 +1,6 @@
 /* _metrics(): all counters and histograms of the process, as plain dicts for kvswap.metrics. */
 #include "../engine/metrics.h"
+#include "../files/store.h"
 #include "../hostpool/metrics.h"
 #include "host_pool_base.h"
 #include "module.h"

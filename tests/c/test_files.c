@@ -9,6 +9,7 @@
 #include "check.h"
 #include "files/cufile.h"
 #include "files/state.h"
+#include "files/store.h"
 
 static struct kvs_error err;
 static const int64_t PATIENCE = 60000000000;

@@ -12,6 +12,7 @@
 #include "device/device.h"
 #include "engine/metrics.h"
 #include "engine/pattern.h"
+#include "files/store.h"
 #include "hostpool/metrics.h"
 #include "kvswap_file.h"
 #include "private.h"

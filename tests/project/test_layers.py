@@ -41,8 +41,6 @@ FOLDERS = [
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [
-    {"files/gds.c", "files/gds_worker.c"},
-    {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {
@@ -55,6 +53,7 @@ POINTERS = {
     "lanes/registry.c": "servers stop first when the process ends",
     "lanes/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
+    "files/queue.h": "a request's begin and end",
     "files/item.h": "release: the caller's own",
     "host/ops.h": "a function that a stream calls",
     "offload/offload.h": "release: the caller's own",
