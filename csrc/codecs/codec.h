@@ -34,10 +34,4 @@ enum { KVS_UNIT_ROUND = 1024 };
 
 extern const struct kvs_codec_ops kvs_codec_raw, kvs_codec_exact, kvs_codec_mxfp8, kvs_codec_fp4;
 
-/* table.c */
-extern const struct kvs_codec_ops *const kvs_codecs[KVS_CODECS];
-int kvs_codec_named(const char *name); /* enum kvs_codec, or -1; `raw` is not for layouts */
-const char *kvs_kind_name(enum kvs_kind);
-uint32_t kvs_kind_nbytes(enum kvs_kind); /* of a value */
-
 #endif

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "codecs/table.h"
 #include "status.h"
 
 enum { CUT = 1024 };

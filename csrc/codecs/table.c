@@ -1,6 +1,6 @@
-#include <string.h>
+#include "codecs/table.h"
 
-#include "codecs/codec.h"
+#include <string.h>
 
 const struct kvs_codec_ops *const kvs_codecs[KVS_CODECS] = {
     [KVS_CODEC_RAW] = &kvs_codec_raw,

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "codecs/coding.h"
+#include "codecs/table.h"
 #include "codecs/unit_code.h"
 
 static void gather(const struct kvs_unit *unit, const uint8_t *page, uint64_t valid_nbytes, uint8_t *values) {

@@ -1,5 +1,7 @@
 /* Test patterns on a stream: `kvswap replay` and the tests write them into blocks and check where they arrive. The
  * pattern uses its own kernels and plain driver copies, and shares nothing with the paths under test. */
+#include "engine/pattern.h"
+
 #include <stdlib.h>
 #include <string.h>
 

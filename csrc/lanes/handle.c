@@ -1,5 +1,7 @@
 /* The public handle of a transfer: query, wait, event, unref. Above lane.c, which it calls. */
 
+#include "lanes/handle.h"
+
 #include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"

@@ -1,6 +1,8 @@
 /* Tables of rows. An engine's tensors rarely change, so the table that kernels read is uploaded once and found again by
  * its contents. Uploads use a stream of their own that never waits: the first user of a table must not wait for another
  * transfer's dependencies. */
+#include "lanes/tables.h"
+
 #include <stdlib.h>
 #include <string.h>
 

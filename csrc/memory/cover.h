@@ -18,7 +18,7 @@ int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address
 /* Reuse the regions of the previous call, if its tensors and the memory under them are the same. */
 bool kvs_memory_recall(struct kvs_engine *, struct kvs_scratch *, const struct kvs_cache_call *);
 void kvs_memory_remember(struct kvs_scratch *, const struct kvs_cache_call *, uint64_t changes);
-uint64_t
-kvs_memory_changes(struct kvs_engine *); /* changes to the memory that this engine allocated, registered or opened */
+/* Changes to the memory that this engine allocated, registered or opened. */
+uint64_t kvs_memory_changes(struct kvs_engine *);
 
 #endif

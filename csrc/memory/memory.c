@@ -1,4 +1,6 @@
 /* Memory that an engine allocates, registers and frees. */
+#include "memory/memory.h"
+
 #include <inttypes.h>
 #include <stdlib.h>
 

@@ -1,4 +1,6 @@
 /* For the race checker: maps the addresses of plain copies to blocks of pools. */
+#include "memory/watch.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

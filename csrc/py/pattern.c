@@ -16,7 +16,7 @@ struct pattern_object {
 };
 
 /* Takes ownership of the job; takes a new reference to the engine. */
-PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job) {
+static PyObject *new_pattern(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job) {
   PyTypeObject *type = (PyTypeObject *)state->pattern_type;
   struct pattern_object *self = (struct pattern_object *)type->tp_alloc(type, 0);
   if (self == NULL) {
@@ -114,7 +114,7 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
     int rc;
     KVS_PY_NO_GIL(rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items,
                                           lists[0].count, stream, &job, &err));
-    result = rc == KVS_OK ? kvs_py_pattern_new(state, engine, job) : kvs_py_raise(state, &err);
+    result = rc == KVS_OK ? new_pattern(state, engine, job) : kvs_py_raise(state, &err);
   }
   PyMem_Free(items);
   for (int i = 0; i < 3; ++i) Py_XDECREF(lists[i].keep);

@@ -26,7 +26,7 @@ from kvswap.files import FileStore, FileTransfer, Layout
 from kvswap.lmcache import FileConnector
 
 MIB = 1 << 20
-OVERDUE, LONGEST, SHARE = 0.1, 0.5, 16  # as in files/engine.h; and 64 MiB
+OVERDUE, LONGEST, SHARE = 0.1, 0.5, 16  # as in files/queue.h; and 64 MiB
 READ = 0.002  # seconds that a read takes at least
 
 
