@@ -15,7 +15,7 @@ struct remote_call {
   uint64_t nbytes;
   Py_buffer identity, keys, secret; /* obj NULL: none */
   uint8_t *verdicts;                /* NULL: seal */
-  bool again;                       /* compare the copy, too: another writer may change the slot meanwhile */
+  enum kvs_remote_how how;
 };
 
 static void clear(struct remote_call *call) {
@@ -51,10 +51,7 @@ static void run_one(const struct remote_call *call, size_t i) {
     kvs_remote_seal(slot, block, &label);
     return;
   }
-  call->verdicts[i] = (uint8_t)kvs_remote_check(slot, &label);
-  if (call->verdicts[i] != KVS_REMOTE_RIGHT || block == NULL) return; /* nothing is written where the check fails */
-  memcpy(block, (const uint8_t *)slot + KVS_REMOTE_HEADER_NBYTES, call->nbytes);
-  if (call->again) call->verdicts[i] = (uint8_t)kvs_remote_compare(slot, block, &label);
+  call->verdicts[i] = (uint8_t)kvs_remote_open(slot, block, &label, call->how);
 }
 
 static void run(const struct remote_call *call) {
@@ -63,8 +60,8 @@ static void run(const struct remote_call *call) {
   Py_END_ALLOW_THREADS
 }
 
-enum { SLOTS, BLOCKS, NBYTES, IDENTITY, KEYS, SECRET, AGAIN, ARGUMENTS };
-static const char *const names[] = {"slots", "blocks", "nbytes", "identity", "keys", "secret", "again"};
+enum { SLOTS, BLOCKS, NBYTES, IDENTITY, KEYS, SECRET, HOW, ARGUMENTS };
+static const char *const names[] = {"slots", "blocks", "nbytes", "identity", "keys", "secret", "how"};
 
 static int read_all(struct kvs_py_state *state, PyObject *const *values, bool seal, struct remote_call *call) {
   if (read_words(state, values[SLOTS], "slots", &call->slots) < 0) return -1;
@@ -79,7 +76,7 @@ static int read_all(struct kvs_py_state *state, PyObject *const *values, bool se
 }
 
 static PyObject *remote_seal(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const struct kvs_py_args spec = {"_remote_seal", names, AGAIN, AGAIN, AGAIN};
+  static const struct kvs_py_args spec = {"_remote_seal", names, HOW, HOW, HOW};
   struct remote_call call = {.verdicts = NULL};
   PyObject *values[ARGUMENTS];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
@@ -90,15 +87,17 @@ static PyObject *remote_seal(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 static PyObject *remote_check(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const struct kvs_py_args spec = {"_remote_check", names, AGAIN, ARGUMENTS, ARGUMENTS};
+  static const struct kvs_py_args spec = {"_remote_check", names, HOW, ARGUMENTS, ARGUMENTS};
   struct remote_call call = {.verdicts = NULL};
   PyObject *values[ARGUMENTS], *verdicts = NULL;
+  uint64_t how = KVS_REMOTE_COPY;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[HOW] != NULL && kvs_py_uint64(values[HOW], "how", -1, &how) < 0) return NULL;
   if (read_all(PyModule_GetState(module), values, false, &call) == 0)
     verdicts = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)call.slots.count);
   if (verdicts != NULL) {
     call.verdicts = (uint8_t *)PyBytes_AS_STRING(verdicts);
-    call.again = values[AGAIN] == Py_True;
+    call.how = (enum kvs_remote_how)how;
     run(&call);
   }
   clear(&call);
@@ -178,8 +177,9 @@ static PyObject *remote_addresses(PyObject *module, PyObject *const *args, Py_ss
 PyDoc_STRVAR(seal_doc, "_remote_seal($module, /, slots, blocks, nbytes, identity, keys, secret)\n--\n\n"
                        "Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined.");
 PyDoc_STRVAR(check_doc,
-             "_remote_check($module, /, slots, blocks, nbytes, identity, keys, secret, again=False)\n--\n\n"
-             "A byte a slot: 0: right, and copied to blocks unless that is None. again: also compare the copies.");
+             "_remote_check($module, /, slots, blocks, nbytes, identity, keys, secret, how=0)\n--\n\n"
+             "A byte a slot: 0: right, and copied to blocks unless that is None. how: 1: check the copies, too; 2: slots "
+             "have headers only, check the blocks where they are.");
 PyDoc_STRVAR(exit_doc,
              "_remote_exit_count($module, opened, /)\n--\n\n"
              "A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit().");

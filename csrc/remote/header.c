@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "host/copy.h"
 
 _Static_assert(sizeof(struct kvs_remote_header) == KVS_REMOTE_HEADER_NBYTES, "the header has no padding");
 
@@ -100,10 +101,13 @@ static enum kvs_remote_verdict check(const void *sealed, const uint8_t *block, c
   return KVS_REMOTE_RIGHT;
 }
 
-enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_remote_label *label) {
-  return check(sealed, (const uint8_t *)sealed + KVS_REMOTE_HEADER_NBYTES, label);
-}
-
-enum kvs_remote_verdict kvs_remote_compare(const void *sealed, const void *copy, const struct kvs_remote_label *label) {
-  return check(sealed, copy, label);
+enum kvs_remote_verdict kvs_remote_open(const void *sealed, void *block, const struct kvs_remote_label *label,
+                                        enum kvs_remote_how how) {
+  if (how == KVS_REMOTE_IN_PLACE) return check(sealed, block, label);
+  const uint8_t *behind = (const uint8_t *)sealed + KVS_REMOTE_HEADER_NBYTES;
+  enum kvs_remote_verdict verdict = check(sealed, behind, label);
+  if (verdict != KVS_REMOTE_RIGHT || block == NULL) return verdict;
+  kvs_host_copy((uintptr_t)block, (uintptr_t)behind, label->nbytes, true);
+  kvs_host_copy_fence();
+  return how == KVS_REMOTE_AGAIN ? check(sealed, block, label) : verdict;
 }

@@ -1,5 +1,5 @@
 /* A block of the remote tier: a header of 64 bytes, then the block. The writer seals a block into a buffer. A reader
- * has the bytes that were stored under its identity and key if, and only if, kvs_remote_check() says KVS_REMOTE_RIGHT.
+ * has the bytes that were stored under its identity and key if, and only if, kvs_remote_open() says KVS_REMOTE_RIGHT.
  * Pure.
  *
  * With a secret the header also has a code that only holders of the secret can make (SipHash-2-4 of the header's other
@@ -46,9 +46,14 @@ struct kvs_remote_label {
 /* Copy a block behind the header, unless it lies there, and write the header. */
 void kvs_remote_seal(void *sealed, const void *block, const struct kvs_remote_label *label);
 
-enum kvs_remote_verdict kvs_remote_check(const void *sealed, const struct kvs_remote_label *label);
+enum kvs_remote_how {
+  KVS_REMOTE_COPY,     /* the block is behind the header: check it, and copy it if it is right */
+  KVS_REMOTE_AGAIN,    /* the same, and check the copy: another writer may change the block meanwhile */
+  KVS_REMOTE_IN_PLACE, /* the header only is there: check the block where it is */
+};
 
-/* Whether a copy of the block, made after a check, has the bytes that the header says. */
-enum kvs_remote_verdict kvs_remote_compare(const void *sealed, const void *copy, const struct kvs_remote_label *label);
+/* block: NULL: nothing is copied. */
+enum kvs_remote_verdict kvs_remote_open(const void *sealed, void *block, const struct kvs_remote_label *label,
+                                        enum kvs_remote_how how);
 
 #endif

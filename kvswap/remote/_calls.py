@@ -15,6 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ._client import Closed
 
 _log = logging.getLogger("kvswap.remote")
 MASTER, STORES = "master", "stores"
@@ -32,8 +36,7 @@ class Calls:
     def __init__(self, threads: int, late: float) -> None:
         self.threads, self._late, self._most = threads, late, max(1, threads // 4)
         self._changed = threading.Condition()
-        self._lanes: dict[str, _Lane] = {}  # guarded by _changed, as the next three; those with tasks, or running ones
-        self._later: list[tuple[float, str, Callable[[int], None]]] = []  # in the order of their time
+        self._lanes: dict[str, _Lane] = {}  # those with tasks, or running ones; guarded by _changed, as all below
         self._closed = False
         self._said: set[str] = set()  # lanes whose refusal was logged
         self._pid = os.getpid()
@@ -56,11 +59,15 @@ class Calls:
             self._changed.notify()
         return True
 
-    def submit_later(self, seconds: float, lane: str, task: Callable[[int], None]) -> None:
-        with self._changed:
-            self._later.append((time.monotonic() + seconds, lane, task))
-            self._later.sort(key=lambda each: each[0])
-            self._changed.notify()
+    def ask(self, lane: str, question: Callable[[int], Any], limit: float) -> Any:
+        """What a question returns on a thread; None: nothing within the limit."""
+        answers: SimpleQueue[Any] = SimpleQueue()
+        if not self.submit(lane, lambda thread: answers.put(question(thread))):
+            return None
+        try:
+            return answers.get(timeout=max(0.0, limit))
+        except Empty:
+            return None
 
     def late(self) -> list[str]:
         """The lanes that late calls hold."""
@@ -76,10 +83,6 @@ class Calls:
         return sum(since < before for since in everywhere) >= self.threads
 
     def _next_locked(self) -> tuple[str, Callable[[int], None]] | None:
-        now = time.monotonic()
-        while self._later and self._later[0][0] <= now:
-            _, name, task = self._later.pop(0)
-            self._lanes.setdefault(name, _Lane()).tasks.append(task)
         for name, lane in self._lanes.items():
             if lane.tasks and len(lane.running) < self._most:
                 self._lanes[name] = self._lanes.pop(name)  # the other lanes come first next time
@@ -90,22 +93,25 @@ class Calls:
         while True:
             with self._changed:
                 while (found := self._next_locked()) is None and not self._closed:
-                    self._changed.wait(self._later[0][0] - time.monotonic() if self._later else None)
+                    self._changed.wait()
                 if found is None:
                     return
                 name, task = found
                 self._lanes[name].running[thread] = time.monotonic()
             try:
                 task(thread)
+            except Closed:
+                pass
             except Exception:
                 _log.exception("kvswap.remote: a defect")
             del task, found
             with self._changed:
                 lane = self._lanes[name]
                 del lane.running[thread]
-                if not lane.running and not lane.tasks:
+                if lane.tasks:
+                    self._changed.notify()
+                elif not lane.running:
                     del self._lanes[name]
-                self._changed.notify_all()
 
     def close(self) -> None:
         """Threads end when they are free; tasks that have not begun are dropped."""
@@ -113,7 +119,6 @@ class Calls:
             return
         with self._changed:
             self._closed = True
-            self._later.clear()
             for lane in self._lanes.values():
                 lane.tasks.clear()
             self._changed.notify_all()

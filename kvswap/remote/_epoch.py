@@ -2,11 +2,13 @@
 epoch is the end of all blocks of the one before.
 
 Readers read it all the time, at most a second old, and again after each load. A read that a silent node holds up leaves
-the others free: as long as the master names the same node first, nobody asks it again.
+the others free: as long as the master names the same node first, nobody asks it again. The bytes of a read that failed
+can still arrive, and be those of an old epoch: another slot is used from then on.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -25,7 +27,8 @@ from ._names import HASH_NBYTES, hashes
 _log = logging.getLogger("kvswap.remote")
 SLOT_NBYTES = 128
 _NBYTES = 64 + HASH_NBYTES
-READERS = 4
+SLOTS = 64
+_READERS = 4
 FRESH_SECONDS = 1.0
 _PERIOD_SECONDS = 0.4
 _SLOW_SECONDS = 0.25
@@ -35,7 +38,8 @@ _MOST_DAMAGED = 3  # reads in a row, until a new epoch is written over it
 
 
 class Epoch:
-    """slots: READERS addresses of SLOT_NBYTES registered bytes. Any thread may call."""
+    """slots: addresses of SLOT_NBYTES registered bytes, for readers and then one for each failed read, from the first
+    again when all were used. Any thread may call."""
 
     def __init__(self, client: Client, identity: bytes, secret: bytes | None, slots: list[int]) -> None:
         self._client, self._identity, self._secret = client, identity, secret
@@ -43,39 +47,44 @@ class Epoch:
         self._hash = hashes([self.name])
         self._config = client.config()
         self._config.with_hard_pin, self._config.replica_num = True, _REPLICAS
-        self._changed = threading.Condition()
-        self._value: bytes | None = None  # guarded by _changed, as all below
+        self._lock = threading.Lock()
+        self._wanted, self._found = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._value: bytes | None = None  # guarded by _lock, as all below
         self._as_of = -FRESH_SECONDS  # when the read began that found it
-        self._needed = self._newest = 0.0  # a read that begins after this is wanted; the begin of the newest one
+        self._due = 0.0  # when the next read begins
         self._reading: dict[int, float] = {}
         self._calls: deque[tuple[float, Callable[[bytes], None]]] = deque()  # in the order of their time
         self._suspect: str | None = None  # the node that a slow read waits for
         self._damaged = 0
         self._why = "it has not been read yet"
         self._closed = False
-        for i, slot in enumerate(slots):
-            threading.Thread(target=self._work, args=(i, slot), name=f"kvswap-remote-epoch-{i}", daemon=True).start()
+        self._slots = itertools.cycle(slots)
+        for i in range(_READERS):
+            threading.Thread(target=self._work, args=(i,), name=f"kvswap-remote-epoch-{i}", daemon=True).start()
 
     def known(self) -> bytes | None:
         """At most a second old; None: it cannot be read."""
-        with self._changed:
+        with self._lock:
             return self._value if time.monotonic() - self._as_of <= FRESH_SECONDS else None
 
     def since(self, begin: float, end: float) -> bytes | None:
         """By a read that begins after `begin`; None: there was none until `end`."""
-        with self._changed:
-            self._needed = max(self._needed, begin)
-            self._changed.notify_all()
+        with self._lock:
+            self._due = min(self._due, begin)
+            self._wanted.notify()
             while self._as_of < begin and not self._closed and (left := end - time.monotonic()) > 0:
-                self._changed.wait(left)
+                self._found.wait(left)
             return self._value if self._as_of >= begin else None
 
-    def then(self, call: Callable[[bytes], None]) -> None:
-        """call(epoch), on a reader's thread, by a read that begins after this. Never, if there is none."""
-        with self._changed:
-            self._needed = time.monotonic()
-            self._calls.append((self._needed, call))
-            self._changed.notify_all()
+    def then(self, call: Callable[[bytes], None], within: float = 0.0) -> None:
+        """call(epoch), on a reader's thread, by a read that begins after this, within so many seconds. Never, if there
+        is none."""
+        with self._lock:
+            now = time.monotonic()
+            self._calls.append((now, call))
+            if now + within < self._due:
+                self._due = now + within
+                self._wanted.notify()
 
     @property
     def why(self) -> str:
@@ -104,20 +113,23 @@ class Epoch:
             time.sleep(0.02)
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._wanted.notify_all()
+            self._found.notify_all()
 
     # -- a reader's thread --------------------------------------------------------------------------------------------
 
-    def _work(self, reader: int, slot: int) -> None:
+    def _work(self, reader: int) -> None:
+        slot = next(self._slots)
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._closed and (pause := self._pause_locked()) > 0:
-                    self._changed.wait(pause)
+                    self._wanted.wait(pause)
                 if self._closed:
                     return
-                begin = self._newest = self._reading[reader] = time.monotonic()
+                begin = self._reading[reader] = time.monotonic()
+                self._due = begin + _PERIOD_SECONDS
                 slow = len(self._reading) > 1
             try:
                 found = self._read(slot, slow)
@@ -125,8 +137,9 @@ class Epoch:
                 return
             except Exception as error:
                 found = str(error) or type(error).__name__
+                slot = next(self._slots)
             ready: list[Callable[[bytes], None]] = []
-            with self._changed:
+            with self._lock:
                 del self._reading[reader]
                 if not self._reading:
                     self._suspect = None
@@ -137,9 +150,9 @@ class Epoch:
                         ready.append(self._calls.popleft()[1])
                 else:
                     self._why = found
-                self._changed.notify_all()
+                self._found.notify_all()
                 if not isinstance(found, bytes) and not self._closed:
-                    self._changed.wait(0.05)
+                    self._wanted.wait(0.05)
             if isinstance(found, bytes):
                 for call in ready:
                     call(found)
@@ -148,16 +161,12 @@ class Epoch:
         """Seconds until a read may begin: one at a time, unless one is slow."""
         now = time.monotonic()
         quick = [since for since in self._reading.values() if now - since < _SLOW_SECONDS]
-        if quick:
-            return _SLOW_SECONDS - (now - max(quick))
-        if self._needed > self._newest:
-            return 0.0
-        return self._newest + _PERIOD_SECONDS - now
+        return _SLOW_SECONDS - (now - max(quick)) if quick else self._due - now
 
     def _read(self, slot: int, slow: bool) -> bytes | str:
         if slow:
             first = self._first_node()
-            with self._changed:
+            with self._lock:
                 if self._suspect is None:
                     self._suspect = first
                 if first == self._suspect:
@@ -168,7 +177,7 @@ class Epoch:
                 return "there is none, and none could be made"
             code = self._get(slot)
         if code != _NBYTES:
-            return f"reading {self.name}: {code}"
+            raise _C.Error(f"reading {self.name}: {reason(code)}")
         return self._checked(slot)
 
     def _get(self, slot: int) -> int:

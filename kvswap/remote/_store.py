@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import stat
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from . import _codes, _counts
 from ._calls import MASTER, STORES, Calls
 from ._client import Client, Closed, split_address
 from ._codes import Meaning
-from ._epoch import READERS, SLOT_NBYTES, Epoch, node_of
+from ._epoch import SLOT_NBYTES, SLOTS, Epoch, node_of
 from ._names import HASH_NBYTES, as_bytes, hashes, identity_of, names
 from ._transfer import RemoteTransfer
 
@@ -34,17 +35,18 @@ _log = logging.getLogger("kvswap.remote")
 
 HEADER_NBYTES = 64
 _THREADS = 8
-_STAGING_NBYTES = 64 << 20
+_STAGING_NBYTES = 128 << 20
 LEASE_SECONDS = 10.0  # of a key that was looked up or loaded: the master's default_kv_lease_ttl, unless it is changed
 _MISS_SECONDS = 1.0
-_NO_ANSWER = (0.0, False)
+_CONFIRM_SECONDS = 0.05  # until the epoch is read for blocks that have arrived before others of their transfer
+_TURN_SECONDS = 0.1
 _LOOKUP_SECONDS = 1.0  # limit of a look-up
 _MOST_ANSWERS = 65536
 _MOST_DAMAGED = 4096
-_MOST_REMOVALS = 30
 _MOST_LOCATED = 1024  # keys of one question to the master
 _MOST_NODES = 1024
 _VERDICTS = ("", "no_header", "other_identity", "other_key", "other_length", "wrong_bytes", "wrong_mac")
+_COPY, _AGAIN, _IN_PLACE = range(3)  # how a block is checked
 _memories: dict[int, NDArray[Any]] = {}  # staging memory, by the id of its client
 Removal = Literal["removed", "leased", "absent", "unknown"]
 
@@ -56,7 +58,7 @@ class _Part:
     transfer: RemoteTransfer
     epoch: bytes
     positions: list[int]
-    names: list[str]
+    keys: list[bytes]
     addresses: NDArray[np.uint64]
 
     def some(self, chosen: Sequence[int]) -> _Part:
@@ -64,7 +66,7 @@ class _Part:
             self.transfer,
             self.epoch,
             [self.positions[i] for i in chosen],
-            [self.names[i] for i in chosen],
+            [self.keys[i] for i in chosen],
             self.addresses[np.asarray(chosen, np.intp)],
         )
 
@@ -79,11 +81,14 @@ class RemoteStore:
     timeout: seconds until a load or a store ends, whatever nodes and master do: what has no answer then has failed.
     replicas: nodes that hold each block, as far as there are so many.
     secret: path of a file that only this user can read, of 16 bytes or more: blocks of clients without it are refused.
-    threads, staging_nbytes: each thread makes one call at a time, over its part of the staging memory. None: 64 MiB, or
-      a block a thread if that is more.
+    threads, staging_nbytes: each thread makes one call at a time, over its part of the staging memory. None: 128 MiB,
+      or a block a thread if that is more.
     queue: limit of unfinished transfers before QueueFull.
     hostname: by which nodes reach this machine; None: its address on the way to the master.
     metadata, protocol, devices: as Mooncake's setup() takes them.
+    direct: loads go from the node into the caller's memory, and are checked there, without the copy. A load ends then
+      only when Mooncake's call has returned, a minute and more after the limit; a block that failed leaves any bytes.
+      register() that memory. A node that is silent for longer and comes back can write there until close().
 
     Between calls there is no order: wait for a store before a load of the same keys. Any thread may use it. In the
     child of a fork() each call is a miss. kvswap.Error: Mooncake is missing, or its client cannot use the master.
@@ -104,9 +109,11 @@ class RemoteStore:
         metadata: str = "P2PHANDSHAKE",
         protocol: str = "tcp",
         devices: str = "",
+        direct: bool = False,
     ) -> None:
         _check(master, timeout, replicas, threads, queue)
         self.master, self.layout, self.timeout, self.replicas = master, layout, timeout, replicas
+        self.direct = direct
         self.pid = os.getpid()
         self.identity = identity_of(layout.block_nbytes, layout.text)
         self._secret = None if secret is None else read_secret(secret)
@@ -120,24 +127,27 @@ class RemoteStore:
         self._limit = queue
         self._lock = threading.Lock()
         self._unfinished: set[RemoteTransfer] = set()  # guarded by _lock, as the next four
-        self._answers: dict[str, tuple[float, bool]] = {}  # of look-ups: until when
-        self._damaged: dict[str, int] = {}  # blocks to be removed, and how often that was tried
+        self._of: bytes | None = None  # the epoch of the next two
+        self._answers: dict[bytes, float] = {}  # of look-ups: until when it is there; negative: it is not
+        self._damaged: dict[bytes, float] = {}  # from when on the block can be removed
         self._nodes: dict[str, None] = {}
         self._closed = False
+        # Mooncake moves all bytes of a client over TCP by one thread, and each call spins until they have come.
+        self._turns = {what: threading.Lock() for what in ("store", "load") if protocol == "tcp"}
         self._failed = set[int]()  # threads whose staging memory a transfer that failed may still write to
         self.counts = _counts.new()
         self._client = Client(master, hostname, metadata, protocol, devices)
         self._config = self._client.config()
         self._config.replica_num = replicas
-        size = threads * self._piece * self._stride + 2 * READERS * SLOT_NBYTES
+        size = threads * self._piece * self._stride + 2 * SLOTS * SLOT_NBYTES
         self._memory = np.zeros(size + 64, np.uint8)
         self._base = -(-self._memory.ctypes.data // 64) * 64
         _memories[id(self._client)] = self._memory  # until no call can write there
         self._client.register(self._base, size)
-        readers = self._base + size - 2 * READERS * SLOT_NBYTES
-        slots = [readers + i * SLOT_NBYTES for i in range(2 * READERS)]
-        self._epoch = Epoch(self._client, self.identity, self._secret, slots[:READERS])
-        self._reader_slots = slots[READERS:]  # for another identity's
+        end = self._base + size
+        slots = range(end - 2 * SLOTS * SLOT_NBYTES, end, SLOT_NBYTES)
+        self._epoch = Epoch(self._client, self.identity, self._secret, list(slots[:SLOTS]))
+        self._reader_slots = list(slots[SLOTS:])  # for another identity's
         self._calls = Calls(threads, late=timeout)
         weakref.finalize(self, _stop, self._client, self._calls, self._epoch)  # a store that is dropped; never waits
         self._epoch.since(time.monotonic(), time.monotonic() + min(timeout, 5.0))
@@ -174,20 +184,17 @@ class RemoteStore:
         epoch = self._known()
         if epoch is None:
             return [False] * len(listed)
-        asked = names(self.identity, epoch, listed)
-        now = time.monotonic()
         with self._lock:
-            known = [self._answers.get(name, _NO_ANSWER) for name in asked]
-            unknown = [name for name, (until, _) in zip(asked, known, strict=True) if until <= now]
+            answers = self._answers if self._is_of_locked(epoch) else {}
             if self._damaged:
-                unknown = [name for name in unknown if name not in self._damaged]
-        if not unknown:
-            return [there and until > now for until, there in known]
-        found = self._ask(list(dict.fromkeys(unknown)))
-        return [
-            there if until > now else found.get(name, _NO_ANSWER)[1]
-            for name, (until, there) in zip(asked, known, strict=True)
-        ]
+                answers = answers | dict.fromkeys(self._damaged, -math.inf)
+            known = list(map(answers.get, listed))
+        now = time.monotonic()
+        wanted = dict.fromkeys(
+            key for key, until in zip(listed, known, strict=True) if until is None or -now <= until <= now
+        )
+        found = self._look_up(epoch, list(wanted)) if wanted else {}
+        return [until is not None and until > now for until in map(found.get, listed, known)]
 
     def delete(self, keys: Any, /) -> list[Removal]:
         """Remove blocks, as far as Mooncake lets them go now: 'removed', 'leased' (somebody looked it up or loaded it
@@ -196,13 +203,12 @@ class RemoteStore:
         epoch = self._known()
         if epoch is None:
             return ["unknown"] * len(listed)
-        asked = names(self.identity, epoch, listed)
-        distinct = list(dict.fromkeys(asked))
-        codes = self._wait_for("batch_remove", distinct, self.timeout)
-        by_name = {name: _removal(code) for name, code in zip(distinct, codes or (), strict=False)}
-        self._forget(name for name, what in by_name.items() if what != "leased")
-        self._count("deleted", sum(what == "removed" for what in by_name.values()))
-        return [by_name.get(name, "unknown") for name in asked]
+        distinct = list(dict.fromkeys(listed))
+        codes = self._ask_all("batch_remove", epoch, distinct, self.timeout)
+        became = {key: _removal(code) for key, code in zip(distinct, codes or (), strict=False)}
+        self._forget(key for key, what in became.items() if what != "leased")
+        self._count("deleted", sum(what == "removed" for what in became.values()))
+        return [became.get(key, "unknown") for key in listed]
 
     def clear(self, timeout: float | None = None, *, identity: bytes | None = None) -> None:
         """Begin a new epoch: no client finds a block of this layout that was stored before, at the latest a second
@@ -214,16 +220,17 @@ class RemoteStore:
         end = time.monotonic() + limit
         epoch = self._epoch if identity is None else Epoch(self._client, identity, self._secret, self._reader_slots)
         try:
-            why = self._wait(STORES, lambda thread: epoch.renew(self._slot(thread), end), limit)
+            why = self._calls.ask(STORES, lambda thread: epoch.renew(self._slot(thread), end), limit)
         finally:
             if epoch is not self._epoch:
                 epoch.close()
         if why != "":
             raise _C.Error(f"clear(): {why or f'no answer within {limit:g} seconds'}; call it again")
-        with self._lock:
-            self._answers.clear()
-            self._damaged.clear()
         self._count("cleared", 1)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Tell Mooncake of memory that direct loads go to, once. It must stay mapped until close()."""
+        self._client.register(address, nbytes)
 
     @property
     def epoch(self) -> bytes | None:
@@ -300,7 +307,7 @@ class RemoteStore:
         if epoch is None:
             self._fail(transfer, range(count), _C.MissingKey(f"everything is a miss: {self._epoch.why}"), "missed")
             return transfer
-        whole = _Part(transfer, epoch, list(range(count)), names(self.identity, epoch, listed), addresses)
+        whole = _Part(transfer, epoch, list(range(count)), listed, addresses)
         for part in _distinct(whole):
             if what == "store":
                 self._queue(STORES, part, self._store, self._piece)
@@ -309,8 +316,11 @@ class RemoteStore:
         return transfer
 
     def _queue(self, lane: str, part: _Part, run: Any, most: int) -> None:
-        for begin in range(0, len(part.positions), most):
-            some = part.some(range(begin, min(begin + most, len(part.positions))))
+        """In pieces of about equal size, as many as it takes."""
+        count = len(part.keys)
+        pieces = -(-count // most)
+        for i in range(pieces):
+            some = part.some(range(count * i // pieces, count * (i + 1) // pieces))
             if not self._calls.submit(lane, functools.partial(self._run, run, some)):
                 self._fail(some.transfer, some.positions, _C.Error(f"{lane} does not answer"), "late")
 
@@ -333,34 +343,60 @@ class RemoteStore:
         )
         return found
 
+    @contextlib.contextmanager
+    def _turn(self, what: Literal["store", "load"]) -> Iterator[None]:
+        """One call at a time, as long as none is slow."""
+        turn = self._turns.get(what)
+        if turn is not None and not turn.acquire(timeout=_TURN_SECONDS):
+            turn = self._turns[what] = threading.Lock()
+            turn.acquire()
+        try:
+            yield
+        finally:
+            if turn is not None:
+                turn.release()
+
     # -- a part, on a thread ------------------------------------------------------------------------------------------
 
     def _store(self, part: _Part, thread: int) -> None:
-        count = len(part.positions)
-        slots = self._slots(thread, count)
+        count = len(part.keys)
+        named, slots = names(self.identity, part.epoch, part.keys), self._slots(thread, count)
         if not part.transfer._touch(part.positions):
             return
         try:
-            _C._remote_seal(
-                slots, part.addresses, self.layout.block_nbytes, self.identity, hashes(part.names), self._secret
-            )
+            _C._remote_seal(slots, part.addresses, self.layout.block_nbytes, self.identity, hashes(named), self._secret)
         finally:
             part.transfer._untouch(part.positions)
-        sizes = [self._nbytes] * count
-        codes = self._client.codes("batch_put_from", count, part.names, slots.tolist(), sizes, self._config)
+        self._remove_damaged(part)
+        with self._turn("store"):
+            codes = self._client.codes(
+                "batch_put_from", count, named, slots.tolist(), [self._nbytes] * count, self._config
+            )
         right = [i for i, code in enumerate(codes) if _codes.meaning(code) is Meaning.HIT]
-        wrong = [i for i, code in enumerate(codes) if _codes.meaning(code) is not Meaning.HIT]
-        self._forget((part.names[i] for i in right), misses_only=True)
+        self._forget((part.keys[i] for i in right), misses_only=True)
         self._count("stored", len(right))
         part.transfer._settle([part.positions[i] for i in right])
-        for i in wrong:
+        for i in set(range(count)).difference(right):
             why = "no_room" if codes[i] == _codes.NO_ROOM else "failed"
             self._fail(part.transfer, [part.positions[i]], _C.Error(_codes.reason(codes[i])), why)
 
+    def _remove_damaged(self, part: _Part) -> None:
+        """A put would answer 0 and keep them."""
+        now = time.monotonic()
+        with self._lock:
+            keys = [key for key in part.keys if self._damaged.get(key, now) < now] if self._of == part.epoch else []
+        if keys:
+            codes = self._client.codes("batch_remove", len(keys), names(self.identity, part.epoch, keys))
+            with self._lock:
+                for key, code in zip(keys, codes, strict=True):
+                    if code in (0, _codes.ABSENT):
+                        self._damaged.pop(key, None)
+
     def _locate(self, part: _Part, thread: int) -> None:
         """Ask the master which node has each block, and queue a load from each node."""
+        named = names(self.identity, part.epoch, part.keys)
         try:
-            replicas = self._client.call("batch_get_replica_desc", part.names)
+            replicas = self._client.call("batch_get_replica_desc", named)
         except Closed:
             raise
         except Exception as error:
@@ -369,8 +405,8 @@ class RemoteStore:
         by_node: dict[str, list[int]] = {}
         with self._lock:
             damaged = set(self._damaged)
-        for i, name in enumerate(part.names):
-            node = None if name in damaged else node_of(replicas.get(name, ()))
+        for i, (key, name) in enumerate(zip(part.keys, named, strict=True)):
+            node = None if key in damaged else node_of(replicas.get(name, ()))
             if node is None:
                 self._miss(part, i, "the block is on no node")
             else:
@@ -383,35 +419,45 @@ class RemoteStore:
             self._queue(node, part.some(chosen), self._load, self._piece)
 
     def _load(self, part: _Part, thread: int) -> None:
-        count = len(part.positions)
-        slots, size = self._slots(thread, count), self._nbytes
-        codes = self._client.codes("batch_get_into", count, part.names, slots.tolist(), [size] * count)
+        if self.direct and not part.transfer._touch(part.positions):
+            return
+        slots, size = self._slots(thread, len(part.keys)), self._nbytes
+        codes = self._get(part, slots)
         arrived = [i for i, code in enumerate(codes) if code == size]
         if any(_codes.meaning(code) is Meaning.DOWN for code in codes):
             self._failed.add(thread)
         for i, code in enumerate(codes):
             if code != size:
                 self._miss(part, i, "it has another length" if code > 0 else _codes.reason(code))
-        if not arrived:
-            return
         some = part.some(arrived)
-        if not part.transfer._touch(some.positions):
+        if not arrived or not (self.direct or part.transfer._touch(some.positions)):
             return
         checked = _C._remote_check(
             slots[np.asarray(arrived, np.intp)],
             some.addresses,
             self.layout.block_nbytes,
             self.identity,
-            hashes(some.names),
+            hashes(names(self.identity, part.epoch, some.keys)),
             self._secret,
-            thread in self._failed,
+            _IN_PLACE if self.direct else _AGAIN if thread in self._failed else _COPY,
         )
         for i, verdict in enumerate(checked):
             if verdict:
                 self._refuse(some, i, _VERDICTS[verdict])
         right = [position for position, verdict in zip(some.positions, checked, strict=True) if verdict == 0]
-        part.transfer._untouch(right)
-        self._epoch.then(functools.partial(self._end_load, part.transfer, part.epoch, right))
+        whole = part.transfer._untouch(right)
+        end = functools.partial(self._end_load, part.transfer, part.epoch, right)
+        self._epoch.then(end, 0.0 if whole else _CONFIRM_SECONDS)
+
+    def _get(self, part: _Part, slots: NDArray[np.uint64]) -> list[int]:
+        named, count, at = names(self.identity, part.epoch, part.keys), len(part.keys), slots.tolist()
+        if not self.direct:
+            with self._turn("load"):
+                return self._client.codes("batch_get_into", count, named, at, [self._nbytes] * count)
+        sizes = [[HEADER_NBYTES, self.layout.block_nbytes]] * count
+        both = [list(pair) for pair in zip(at, part.addresses.tolist(), strict=True)]
+        with self._turn("load"):
+            return self._client.codes("batch_get_into_multi_buffers", count, named, both, sizes)
 
     def _end_load(self, transfer: RemoteTransfer, epoch: bytes, right: list[int], now: bytes) -> None:
         """Blocks have arrived; now: the epoch, read after them."""
@@ -422,33 +468,16 @@ class RemoteStore:
             self._fail(transfer, right, _C.MissingKey("it was cleared"), "missed")
 
     def _miss(self, part: _Part, i: int, why: str) -> None:
-        self._forget([part.names[i]])
+        self._forget([part.keys[i]])
         self._fail(part.transfer, [part.positions[i]], _C.MissingKey(why), "missed")
 
     def _refuse(self, part: _Part, i: int, why: str) -> None:
-        """What was read is not the block: it is a miss until it could be removed, and the next store brings it back."""
-        name = part.names[i]
+        """What was read is not the block: it is a miss, until a store after its lease removes it and puts it again."""
         self._miss(part, i, f"the check after the read found {why.replace('_', ' ')}")
         self._count(why, 1)
         with self._lock:
-            new = name not in self._damaged and len(self._damaged) < _MOST_DAMAGED
-            if new:
-                self._damaged[name] = 0
-        if new:
-            self._calls.submit_later(LEASE_SECONDS + 0.2, MASTER, functools.partial(self._remove, name))
-
-    def _remove(self, name: str, thread: int) -> None:
-        try:
-            code = self._client.codes("batch_remove", 1, [name])[0]
-        except Closed:
-            return
-        with self._lock:
-            tries = self._damaged.pop(name, _MOST_REMOVALS) + 1
-            again = _codes.meaning(code) in (Meaning.RETRY, Meaning.DOWN) and tries < _MOST_REMOVALS
-            if again:
-                self._damaged[name] = tries
-        if again:
-            self._calls.submit_later(LEASE_SECONDS / 4, MASTER, functools.partial(self._remove, name))
+            if self._is_of_locked(part.epoch) and len(self._damaged) < _MOST_DAMAGED:
+                self._damaged[part.keys[i]] = time.monotonic() + LEASE_SECONDS
 
     def _fail(self, transfer: RemoteTransfer, positions: Iterable[int], error: Exception, count: str) -> None:
         wrong = [(position, error) for position in positions]
@@ -461,48 +490,42 @@ class RemoteStore:
 
     # -- questions to the master --------------------------------------------------------------------------------------
 
-    def _ask(self, unknown: list[str]) -> dict[str, tuple[float, bool]]:
-        """Until when, and whether it is there. Names without an answer are left out."""
-        limit = min(self.timeout, _LOOKUP_SECONDS)
+    def _is_of_locked(self, epoch: bytes) -> bool:
+        """Whether what is known of blocks is of this epoch. A new epoch begins with nothing."""
+        if self._of != epoch and self._epoch.known() == epoch:
+            self._of = epoch
+            self._answers.clear()
+            self._damaged.clear()
+        return self._of == epoch
+
+    def _look_up(self, epoch: bytes, wanted: list[bytes]) -> dict[bytes, float]:
+        """Until when each is there, negative where it is not; empty if there is no answer."""
         begin = time.monotonic()
-        codes = self._wait_for("batch_is_exist", unknown, limit)
+        codes = self._ask_all("batch_is_exist", epoch, wanted, min(self.timeout, _LOOKUP_SECONDS))
         if codes is None:
             return {}
-        there, missing = (begin + LEASE_SECONDS, True), (begin + _MISS_SECONDS, False)
-        found = dict(zip(unknown, [there if _codes.exists(code) else missing for code in codes], strict=True))
+        there, missing = begin + LEASE_SECONDS, -begin - _MISS_SECONDS
+        found = dict(zip(wanted, [there if _codes.exists(code) else missing for code in codes], strict=True))
         with self._lock:
-            self._answers.update(found)
-            while len(self._answers) > _MOST_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+            if self._is_of_locked(epoch):
+                self._answers.update(found)
+                while len(self._answers) > _MOST_ANSWERS:
+                    del self._answers[next(iter(self._answers))]
         return found
 
-    def _forget(self, of: Iterable[str], *, misses_only: bool = False) -> None:
+    def _forget(self, keys: Iterable[bytes], *, misses_only: bool = False) -> None:
         with self._lock:
-            for name in of:
-                if name in self._answers and not (misses_only and self._answers[name][1]):
-                    del self._answers[name]
+            for key in keys:
+                if self._answers.get(key, math.inf) < (0.0 if misses_only else math.inf):
+                    del self._answers[key]
 
-    def _wait_for(self, call: str, asked: list[str], limit: float) -> list[int] | None:
-        found: list[int] | None = self._wait(MASTER, lambda _: self._client.codes(call, len(asked), asked), limit)
-        return found
-
-    def _wait(self, lane: str, ask: Any, limit: float) -> Any:
-        """What a call on another thread returns; None: nothing within the limit."""
-        answers: deque[Any] = deque()
-        answered = threading.Event()
-
-        def run(thread: int) -> None:
-            try:
-                answers.append(ask(thread))
-            except Closed:
-                pass
-            finally:
-                answered.set()
-
-        if self._closed or not self._calls.submit(lane, run):
+    def _ask_all(self, call: str, epoch: bytes, keys: list[bytes], limit: float) -> list[int] | None:
+        """Mooncake's code for each key; None: none within the limit."""
+        if self._closed:
             return None
-        answered.wait(max(0.0, limit))
-        return answers[0] if answers else None
+        named = names(self.identity, epoch, keys)
+        found: list[int] | None = self._calls.ask(MASTER, lambda _: self._client.codes(call, len(keys), named), limit)
+        return found
 
 
 def _check(master: str, timeout: float, replicas: int, threads: int, queue: int) -> None:
@@ -528,13 +551,13 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 def _distinct(part: _Part) -> list[_Part]:
     """Parts in which no key comes twice."""
-    if len(set(part.names)) == len(part.names):
-        return [part] if part.positions else []
-    times: dict[str, int] = {}
+    if len(set(part.keys)) == len(part.keys):
+        return [part] if part.keys else []
+    times: dict[bytes, int] = {}
     ranks: dict[int, list[int]] = {}
-    for i, name in enumerate(part.names):
-        times[name] = times.get(name, -1) + 1
-        ranks.setdefault(times[name], []).append(i)
+    for i, key in enumerate(part.keys):
+        times[key] = times.get(key, -1) + 1
+        ranks.setdefault(times[key], []).append(i)
     return [part.some(chosen) for chosen in ranks.values()]
 
 

@@ -25,8 +25,9 @@ class RemoteTransfer:
         self.cancelled = False
         self._begin, self._limit = time.monotonic(), limit
         self._elapsed: float | None = None
-        self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next three
+        self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next four
         self._touched = set[int]()  # those whose memory a thread of the store reads or writes
+        self._arrived = 0  # blocks of a load that were checked
         self._over = False  # the limit has come, or all were cancelled
         self._reasons: dict[int, Exception] = {}
         self._hold = hold
@@ -126,13 +127,16 @@ class RemoteTransfer:
         if over:
             self._end()
 
-    def _untouch(self, positions: list[int]) -> None:
-        """A store has read the caller's memory, and has no outcome yet."""
+    def _untouch(self, positions: list[int]) -> bool:
+        """The caller's memory has been read, or written, and the blocks have no outcome yet. Whether there are no
+        others without one."""
         with self._lock:
             self._touched.difference_update(positions)
-            late = self._over
+            self._arrived += len(positions)
+            whole, late = self._arrived >= len(self._left), self._over
         if late:
             self._stop(_C.Error(f"there was no answer within {self._limit:g} seconds"))
+        return whole
 
     def _stop(self, error: Exception) -> None:
         """Fail what has no outcome. Blocks whose memory is used now get theirs from the thread that does."""

@@ -198,8 +198,9 @@ def test_only_one_is_there() -> None:
     assert [_codes.exists(code) for code in (1, 0, -1, -900, 2)] == [True, False, False, False, False]
 
 
-def test_put_answers_0_and_keeps_what_is_damaged() -> None:
-    """Storing again repairs nothing: the block stays a miss until it is removed."""
+def test_put_answers_0_and_keeps_what_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storing again repairs nothing: the block stays a miss until it is removed, which its lease permits."""
+    monkeypatch.setattr(_store, "LEASE_SECONDS", 0.3)
     block, found = blocks_of(1), np.full((1, NBYTES), 0xEE, np.uint8)
     with make() as store:
         until_done(store.store([b"a"], block, [0]))
@@ -212,13 +213,14 @@ def test_put_answers_0_and_keeps_what_is_damaged() -> None:
             assert not len(until_done(store.store([b"a"], block, [0])).failed_blocks)
             assert (found == 0xEE).all() and store.contains([b"a"]) == [False]
         assert store.stats()["wrong_bytes"] == 1, "it is not read again"
-        StandIn.codes["remove"] = -706
-        store._remove(name, 0)
-        assert name in store._damaged and name in StandIn.objects
-        del StandIn.codes["remove"]
-        store._remove(name, 0)
-        assert name not in store._damaged and name not in StandIn.objects
+        assert "remove" not in StandIn.calls, "its lease has not ended"
+        time.sleep(0.3)
+        StandIn.codes["remove"] = -706  # another client has a lease
         until_done(store.store([b"a"], block, [0]))
+        assert store.contains([b"a"]) == [False] and StandIn.objects[name] == bytes(whole)
+        del StandIn.codes["remove"]
+        until_done(store.store([b"a"], block, [0]))
+        assert store.contains([b"a"]) == [True]
         until_done(store.load([b"a"], found, [0])).wait()
         np.testing.assert_array_equal(found, block)
 
@@ -450,7 +452,7 @@ def test_no_bit_can_change(nbytes: int, secret: bytes | None) -> None:
         and check(slot, nbytes, secret, None, b"i" * 16, b"l" * 16) == 3
     )
     at = [np.array([each.ctypes.data], np.uint64) for each in (slot, to)]
-    assert _C._remote_check(at[0], at[1], nbytes, b"i" * 16, b"k" * 16, secret, again=True) == b"\0"
+    assert _C._remote_check(at[0], at[1], nbytes, b"i" * 16, b"k" * 16, secret, 1) == b"\0"
     np.testing.assert_array_equal(to, block)
     assert check(slot, nbytes, secret, None) == 0 and check(slot, nbytes, b"x" * 16) == 6
     if nbytes > 1:
