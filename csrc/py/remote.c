@@ -176,10 +176,11 @@ static PyObject *remote_addresses(PyObject *module, PyObject *const *args, Py_ss
 
 PyDoc_STRVAR(seal_doc, "_remote_seal($module, /, slots, blocks, nbytes, identity, keys, secret)\n--\n\n"
                        "Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined.");
-PyDoc_STRVAR(check_doc,
-             "_remote_check($module, /, slots, blocks, nbytes, identity, keys, secret, how=0)\n--\n\n"
-             "A byte a slot: 0: right, and copied to blocks unless that is None. how: 1: check the copies, too; 2: slots "
-             "have headers only, check the blocks where they are.");
+PyDoc_STRVAR(
+    check_doc,
+    "_remote_check($module, /, slots, blocks, nbytes, identity, keys, secret, how=0)\n--\n\n"
+    "A byte a slot: 0: right, and copied to blocks unless that is None. how: 1: check the copies, too; 2: slots "
+    "have headers only, check the blocks where they are.");
 PyDoc_STRVAR(exit_doc,
              "_remote_exit_count($module, opened, /)\n--\n\n"
              "A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit().");

@@ -17,6 +17,7 @@ class Meaning(Enum):
     DOWN = "down"  # a node or the master did not do its part
 
 
+THERE = 1  # a look-up's only hit: every error is a negative number, which is true in Python
 ABSENT = -704
 NO_ROOM = -200
 CODES = {
@@ -51,11 +52,6 @@ _REASONS = {
 def meaning(code: int) -> Meaning:
     """Of an answer to put, remove and register. A look-up and a load succeed by other numbers than 0."""
     return CODES.get(code, Meaning.MISS)
-
-
-def exists(code: int) -> bool:
-    """Of an answer to a look-up: 1 only. Every error is a negative number, which is true in Python."""
-    return code == 1
 
 
 def reason(code: int) -> str:

@@ -41,8 +41,10 @@ def as_bytes(keys: Any) -> list[bytes]:
     if isinstance(keys, (bytes, bytearray, str)) or not hasattr(keys, "__len__"):
         raise TypeError(f"keys must be a sequence of bytes, not {type(keys).__name__}: pass [x] for one")
     found = list(keys)
-    if set(map(type, found)) <= {bytes} and all(map(_MOST_KEY_NBYTES.__ge__, map(len, found))) and all(found):
-        return found
+    if set(map(type, found)) == {bytes}:
+        lengths = set(map(len, found))
+        if min(lengths) >= 1 and max(lengths) <= _MOST_KEY_NBYTES:
+            return found
     for i, key in enumerate(found):
         if isinstance(key, tuple) and len(key) == 2:
             key = found[i] = b"block_%d_pool_%d" % key

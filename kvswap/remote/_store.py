@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -190,10 +191,8 @@ class RemoteStore:
                 answers = answers | dict.fromkeys(self._damaged, -math.inf)
             known = list(map(answers.get, listed))
         now = time.monotonic()
-        wanted = dict.fromkeys(
-            key for key, until in zip(listed, known, strict=True) if until is None or -now <= until <= now
-        )
-        found = self._look_up(epoch, list(wanted)) if wanted else {}
+        unknown = [key for key, until in zip(listed, known, strict=True) if until is None or -now <= until <= now]
+        found = self._look_up(epoch, list(dict.fromkeys(unknown))) if unknown else {}
         return [until is not None and until > now for until in map(found.get, listed, known)]
 
     def delete(self, keys: Any, /) -> list[Removal]:
@@ -505,12 +504,13 @@ class RemoteStore:
         if codes is None:
             return {}
         there, missing = begin + LEASE_SECONDS, -begin - _MISS_SECONDS
-        found = dict(zip(wanted, [there if _codes.exists(code) else missing for code in codes], strict=True))
+        found = dict(zip(wanted, [there if code == _codes.THERE else missing for code in codes], strict=True))
         with self._lock:
             if self._is_of_locked(epoch):
                 self._answers.update(found)
-                while len(self._answers) > _MOST_ANSWERS:
-                    del self._answers[next(iter(self._answers))]
+                if len(self._answers) > _MOST_ANSWERS:  # the older half, in one go: a dict's first key is slow to find
+                    for key in list(itertools.islice(self._answers, _MOST_ANSWERS // 2)):
+                        del self._answers[key]
         return found
 
     def _forget(self, keys: Iterable[bytes], *, misses_only: bool = False) -> None:

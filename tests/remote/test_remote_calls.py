@@ -194,10 +194,6 @@ def test_what_mooncake_raises_is_a_miss() -> None:
             assert len(until_done(transfer).failed_blocks) == 1
 
 
-def test_only_one_is_there() -> None:
-    assert [_codes.exists(code) for code in (1, 0, -1, -900, 2)] == [True, False, False, False, False]
-
-
 def test_put_answers_0_and_keeps_what_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storing again repairs nothing: the block stays a miss until it is removed, which its lease permits."""
     monkeypatch.setattr(_store, "LEASE_SECONDS", 0.3)
