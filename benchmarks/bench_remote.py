@@ -97,8 +97,8 @@ def look_ups(cluster: Cluster, pairs: int, count: int = 1000) -> None:
         for pair in range(pairs):
             keys = [b"%032d" % (pair * count + i) for i in range(count)]
             names = [f"kvswap/{'0' * 32}/{'0' * 32}/{key.hex()}" for key in keys]
-            took = {}
-            for mine in (True, False) if pair % 2 else (False, True):  # the first of two finds cold caches
+            took: dict[bool, float] = {}
+            for mine in (pair % 2 == 0, pair % 2 == 1):  # the first of two finds cold caches
                 if mine:
                     took[mine] = seconds(lambda keys=keys: store.contains(keys))
                 else:

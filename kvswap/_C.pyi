@@ -1413,8 +1413,7 @@ def _remote_check(
     secret: bytes | None,
     how: int = 0,
 ) -> bytes:
-    """A byte a slot: 0: right, and copied to blocks unless that is None. how: 1: check the copies, too; 2: slots
-    have headers only, check the blocks where they are."""
+    """A byte a slot: 0: right, and copied to blocks unless that is None. how: 1: check the copies, too; 2: slots have headers only, check the blocks where they are."""
 
 def _remote_exit_count(opened: bool, /) -> None:
     """A client of Mooncake was opened, or closed. At exit a process with open ones leaves by _exit()."""

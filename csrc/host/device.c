@@ -18,7 +18,7 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include "host/copy.h"
+#include "base/copy.h"
 #include "host/kernel.h"
 #include "host/queue.h"
 #include "host/run.h"
@@ -161,7 +161,7 @@ static int queue_copies(struct kvs_device *device, const struct kvs_copies *copi
     free(op);
     return status;
   }
-  op->streaming = total >= KVS_HOST_STREAMING_NBYTES;
+  op->streaming = total >= KVS_COPY_STREAMED_NBYTES;
   return kvs_host_enqueue(queue_of(device), op, stream, operation, err);
 }
 
@@ -215,7 +215,7 @@ static int host_copy_rect(struct kvs_device *device, const struct kvs_rect *rect
   struct kvs_host_op *op = kvs_host_op_new(KVS_HOST_RECT, rect->height * rect->depth, 0, err);
   if (!op) return KVS_NOMEM;
   op->what.rect = *rect;
-  op->streaming = op->units * rect->width >= KVS_HOST_STREAMING_NBYTES;
+  op->streaming = op->units * rect->width >= KVS_COPY_STREAMED_NBYTES;
   return kvs_host_enqueue(queue_of(device), op, stream, "copy_rect", err);
 }
 

@@ -17,9 +17,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/copy.h"
 #include "base/thread.h"
 #include "base/wait.h"
-#include "host/copy.h"
 #include "host/kernel.h"
 #include "kernels/twins.h"
 
@@ -83,7 +83,7 @@ static void run_bytes(const struct kvs_host_op *op, uint64_t unit, uint64_t from
     dst = rect->dst + (depth * rect->dst_height + row) * rect->dst_pitch;
     src = rect->src + (depth * rect->src_height + row) * rect->src_pitch;
   }
-  if (nbytes) kvs_host_copy(dst + from, src + from, nbytes, op->streaming);
+  if (nbytes) kvs_copy_bytes(dst + from, src + from, nbytes, op->streaming);
 }
 
 /* Take the next slice of an operation that has unassigned units. */
@@ -117,7 +117,7 @@ static void run_slice(const struct kvs_host_op *op, struct slice slice) {
     else
       run_bytes(op, unit, from, (i + 1 == slice.units ? slice.end : unit_nbytes(op, unit)) - from);
   }
-  if (op->streaming) kvs_host_copy_fence();
+  if (op->streaming) kvs_copy_fence();
 }
 
 /* -- scheduling ------------------------------------------------------------------------------------------------ */

@@ -4,8 +4,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "base/copy.h"
 #include "base/crc32c.h"
-#include "host/copy.h"
 
 _Static_assert(sizeof(struct kvs_remote_header) == KVS_REMOTE_HEADER_NBYTES, "the header has no padding");
 
@@ -107,7 +107,7 @@ enum kvs_remote_verdict kvs_remote_open(const void *sealed, void *block, const s
   const uint8_t *behind = (const uint8_t *)sealed + KVS_REMOTE_HEADER_NBYTES;
   enum kvs_remote_verdict verdict = check(sealed, behind, label);
   if (verdict != KVS_REMOTE_RIGHT || block == NULL) return verdict;
-  kvs_host_copy((uintptr_t)block, (uintptr_t)behind, label->nbytes, true);
-  kvs_host_copy_fence();
+  kvs_copy_bytes((uintptr_t)block, (uintptr_t)behind, label->nbytes, true);
+  kvs_copy_fence();
   return how == KVS_REMOTE_AGAIN ? check(sealed, block, label) : verdict;
 }

@@ -34,6 +34,7 @@ CODES = {
     for code in line.split()[1:]
 }
 _REASONS = {
+    0: "done",
     -101: "no node lends memory",
     NO_ROOM: "no node has room: what is looked up or loaded cannot be evicted until its lease has ended",
     -600: "invalid arguments, or the object has another length",

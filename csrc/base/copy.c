@@ -4,7 +4,7 @@
  * KiB, together much larger than the cache and not read again soon. Ordinary stores would first read every destination
  * line (50 % more traffic) and evict everything else from the cache. Sanitized builds use memcpy, which sanitizers
  * intercept. */
-#include "host/copy.h"
+#include "base/copy.h"
 
 #include <string.h>
 
@@ -40,7 +40,7 @@ static void copy_streaming(char *dst, const char *src, size_t nbytes) {
 }
 #endif
 
-void kvs_host_copy(uint64_t dst, uint64_t src, uint64_t nbytes, bool streaming) {
+void kvs_copy_bytes(uint64_t dst, uint64_t src, uint64_t nbytes, bool streaming) {
   char *to = (char *)(uintptr_t)dst;
   const char *from = (const char *)(uintptr_t)src;
 #if STREAMING
@@ -54,7 +54,7 @@ void kvs_host_copy(uint64_t dst, uint64_t src, uint64_t nbytes, bool streaming) 
   memcpy(to, from, (size_t)nbytes);
 }
 
-void kvs_host_copy_fence(void) {
+void kvs_copy_fence(void) {
 #if STREAMING
   _mm_sfence();
 #endif
