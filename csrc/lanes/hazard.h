@@ -1,5 +1,5 @@
 /* The hazard table: which lanes read and write each slot of a pool, and so what a new transfer must wait for. Pure: no
- * device, no clock, no lock; the engine guards the tables (core.h).
+ * device, no clock, no lock; the engine guards the tables (pool_state.h).
  *
  * Transfers of a lane complete in order, so one number for each lane suffices: "wait for lane L up to sequence n"
  * covers all its earlier transfers. A slot keeps its last write, and the last read of each lane since. A transfer over
