@@ -117,6 +117,7 @@ setup(
         "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
         "kvswap.include": ["kvswap*.h"],
     },
+    data_files=[("share/kvswap/monitoring", ["monitoring/alerts.yml", "monitoring/grafana-dashboard.json"])],
     include_package_data=False,
     ext_modules=[
         Extension(

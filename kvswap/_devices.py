@@ -65,13 +65,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         pci=info["pci"],
         link=_link(info["pci"]),
         driver=_version(info["driver"]),
-        paths={
-            "dma": "on",
-            "strided": _disabled("strided") or "on",
-            "burst": _disabled("burst") or _kernel_path(info),
-            "kernel": _kernel_path(info),
-            "direct": "only host devices copy by threads",
-        },
+        paths=_paths(_kernel_path(info), "only host devices copy by threads"),
         missing=missing(info, opened=False),
     )
 
@@ -120,9 +114,22 @@ def _cure(info: CudaInfo, reason: str) -> str:
     )
 
 
-def warn_missing(name: str, info: CudaInfo) -> None:
-    """Called once a process and GPU, when it is opened: a RuntimeWarning at the first caller outside kvswap."""
-    if found := missing(info, opened=True):
+def say_opened(name: str, info: CudaInfo) -> None:
+    """Called once a process and device, when it is opened: a line of the log says what it is, and a RuntimeWarning at
+    the first caller outside kvswap what a GPU lacks."""
+    cuda = name.startswith("cuda")
+    if "logging" in sys.modules:  # importing it takes as long as the rest of kvswap
+        import logging
+
+        why_not = _kernel_path(info) if info["kernels"] else "they are not loaded"
+        paths = _paths(why_not, "") if cuda else _host().paths
+        driver = f", driver for CUDA {_version(info['driver'])}" if cuda else ""
+        on = ", ".join(path for path, state in paths.items() if state == "on")
+        folder = os.path.dirname(os.path.abspath(__file__))
+        what = (_C.__version__, folder, name, info["name"], driver, on)
+        logging.getLogger("kvswap").info("kvswap %s in %s opens %s: %s%s; paths %s", *what)
+    found = missing(info, opened=True) if cuda else []
+    if found:
         warnings.warn(f"{name} has {' It has '.join(found)}", RuntimeWarning, stacklevel=_level_of_caller())
 
 
@@ -170,14 +177,19 @@ def _host() -> DeviceInfo:
         pci="",
         link="",
         driver="",
-        paths={
-            "dma": "on",
-            "strided": _disabled("strided") or "on",
-            "burst": _disabled("burst") or _disabled("kernel") or "on",
-            "kernel": _disabled("kernel") or "on",
-            "direct": "on",
-        },
+        paths=_paths(_disabled("kernel") or "on", "on"),
     )
+
+
+def _paths(kernel: str, direct: str) -> dict[str, str]:
+    """kernel, direct: on, or why not."""
+    return {
+        "dma": "on",
+        "strided": _disabled("strided") or "on",
+        "burst": _disabled("burst") or kernel,
+        "kernel": kernel,
+        "direct": direct,
+    }
 
 
 def _disabled(path: str) -> str:

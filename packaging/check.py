@@ -29,6 +29,7 @@ GLIBC = (2, 28)
 SYSTEM = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 HEADERS = ("kvswap.h", "kvswap_version.h", "kvswap_capi.h")
 FILES = ["kvswap/__init__.py", "kvswap/_C.pyi", "kvswap/py.typed", "kvswap/data/"]
+DATA = ("alerts.yml", "grafana-dashboard.json")  # in share/kvswap/monitoring
 FILES += [f"kvswap/include/{name}" for name in HEADERS]
 PATHS = re.compile(rb"/(?:home|root|tmp|work|build|usr/src|usr/local)/[\w./+-]+")  # where builds happen
 FATBIN = b"\x50\xed\x55\xba\x01\x00"
@@ -96,8 +97,11 @@ def check_wheel(path, release):
         for wanted in FILES:
             if not any(name.startswith(wanted) for name in names):
                 yield f"lacks {wanted}"
+        for wanted in DATA:
+            if not any(name.endswith(f".data/data/share/kvswap/monitoring/{wanted}") for name in names):
+                yield f"lacks {wanted}"
         for name in names:
-            if not re.match(r"kvswap/|kvswap-[^/]+\.dist-info/", name):
+            if not re.match(r"kvswap/|kvswap-[^/]+\.(dist-info|data/data/share/kvswap/monitoring)/", name):
                 yield f"has {name}"
         if sum("dist-info/licenses/" in name for name in names) < 2:
             yield "lacks a license"

@@ -24,7 +24,7 @@ struct kvs_py_state {
   atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
   /* traced: hooks has "trace". logged: no GPU; calibration unusable; path burst off or small; no io_uring */
   atomic_bool host_said, costs_said, burst_said, engine_said, traced;
-  atomic_uint_fast64_t warned, bound_said; /* a bit for each GPU that lacks something; digest of a bound's note */
+  atomic_uint_fast64_t opened[2], bound_said; /* a bit for each host device, and GPU; digest of a bound's note */
 };
 
 struct kvs_py_device {

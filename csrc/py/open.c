@@ -59,7 +59,7 @@ static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
   char note[KVS_BURST_NOTE];
   kvs_engine_burst_note(engine, note);
   bool off = kvs_engine_slots_nbytes(engine) == 0;
-  if (!kvs_engine_device(engine)->info.kernels) return 0; /* warn_missing() says that */
+  if (!kvs_engine_device(engine)->info.kernels) return 0; /* say_opened() says that */
   if (note[0] == '\0' || strncmp(note, wanted, strlen(wanted)) == 0 || atomic_exchange(&state->burst_said, true))
     return 0;
   return kvs_py_say("warning",
@@ -68,16 +68,17 @@ static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
                     note);
 }
 
-/* Warn once a process and GPU of what it lacks; kvswap._devices has the text. A filter may make the warning an error.
- */
-static int warn_missing(struct kvs_py_state *state, const struct kvs_engine *engine) {
+/* Once a process and device, log what it is, and warn of what a GPU lacks; kvswap._devices has the texts. A filter may
+ * make the warning an error. */
+static int say_opened(struct kvs_py_state *state, const struct kvs_engine *engine) {
   const struct kvs_device *device = kvs_engine_device((struct kvs_engine *)(uintptr_t)engine);
   uint64_t bit = UINT64_C(1) << (device->ordinal % 64);
-  if (strcmp(device->ops->kind, "cuda") != 0 || (atomic_fetch_or(&state->warned, bit) & bit) != 0) return 0;
+  bool cuda = strcmp(device->ops->kind, "cuda") == 0;
+  if ((atomic_fetch_or(&state->opened[cuda], bit) & bit) != 0) return 0;
   PyObject *module = PyImport_ImportModule("kvswap._devices");
   PyObject *info = module == NULL ? NULL : kvs_py_device_info_dict(&device->info);
   PyObject *done =
-      info == NULL ? NULL : PyObject_CallMethod(module, "warn_missing", "sO", kvs_engine_name(engine), info);
+      info == NULL ? NULL : PyObject_CallMethod(module, "say_opened", "sO", kvs_engine_name(engine), info);
   Py_XDECREF(module);
   Py_XDECREF(info);
   Py_XDECREF(done);
@@ -91,7 +92,7 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   if (kvs_py_hook_exit(state) < 0) return NULL;
   KVS_PY_NO_GIL(rc = kvs_engine_open(name, &engine, &err));
   if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0 &&
-      warn_missing(state, engine) == 0)
+      say_opened(state, engine) == 0)
     return engine;
   if (rc == KVS_OK)
     kvs_engine_unref(engine);

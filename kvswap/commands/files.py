@@ -14,7 +14,7 @@ import fnmatch
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvswap._regular import open_regular
 from kvswap.replay.errors import UsageError
@@ -209,18 +209,21 @@ def _layout(directory: Path) -> Layout:
 
 
 @contextlib.contextmanager
-def _open(directory: Path, *, readonly: bool) -> Iterator[FileStore]:
+def _open(directory: Path, *, readonly: bool, engine: Literal["auto", "threads"] = "auto") -> Iterator[FileStore]:
     from kvswap.files import FileStore
 
-    with FileStore(directory, _layout(directory), capacity=_KEEP_ALL, readonly=readonly) as store:
+    with FileStore(directory, _layout(directory), capacity=_KEEP_ALL, readonly=readonly, engine=engine) as store:
         yield store
 
 
 def _stat(directory: Path, show: Output) -> Found:
+    from kvswap import _C
     from kvswap.identity import in_words
 
-    with _open(directory, readonly=True) as store:
+    with _open(directory, readonly=True, engine="threads") as store:  # reads no block: nothing is to be hinted at
         stats, info, layout = store.stats(), store.info, _layout(directory)
+    why_not, _ = _C._file_facts()
+    info["engine"], info["engine_note"] = "threads" if why_not else "io_uring", why_not
     words = in_words(layout.fields)
     slots, blocks, segments = stats["slots"], stats["blocks"], stats["segments"]
     rows = (

@@ -3,7 +3,7 @@
     sglang serve MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic \\
       --hicache-storage-backend-extra-config '{
         "backend_name": "kvswap", "module_path": "kvswap.sglang", "class_name": "FileStorage", "interface_v1": 1,
-        "directory": "/mnt/nvme/kv", "capacity": 536870912000}'
+        "directory": "/mnt/nvme/kv", "capacity": "500GiB"}'
 
 - FileStorage: a storage backend of SGLang's HiCache over kvswap.files. A page that it delivers has exactly the stored
   bytes; a page that is lost, or damaged, is reported as such, and SGLang computes it again.

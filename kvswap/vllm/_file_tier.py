@@ -5,7 +5,7 @@
       "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
         "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm",
-                             "directory": "/mnt/nvme/kv", "capacity": 536870912000}]}}'
+                             "directory": "/mnt/nvme/kv", "capacity": "500GiB"}]}}'
 
 For vLLM 0.33, which names a tier by its module; before call SecondaryTierFactory.register_tier("FileTier",
 "kvswap.vllm", "FileTier") first. The interface is vllm/v1/kv_offload/tiering/base.py. The tier runs in the scheduler's

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import run_python
 
-from kvswap import _log, _switches, metrics, tracing
+import kvswap
+from kvswap import _log, _switches, tracing
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_a_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         monkeypatch.setenv("KVSWAP_TOP", value)
         monkeypatch.setenv("KVSWAP_NVTX", value)
         assert _switches.switch("KVSWAP_TOP") is expected
-        assert metrics._wanted() == tracing.wanted_by_environment() == bool(expected), value
+        assert tracing.wanted_by_environment() == bool(expected), value
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"KVSWAP_{name} is 'off'; it is 0 or 1. It counts as not set" for name in ("TOP", "NVTX")]
 
@@ -109,3 +111,17 @@ def test_wrong_switches_do_not_break_the_import() -> None:
     lines = done.stderr.splitlines()
     assert [line.split()[0] for line in lines] == ["KVSWAP_RACECHECK", "KVSWAP_TOP", "KVSWAP_NVTX"]
     assert "It counts as 1: set it to 0 or unset it" in lines[0]
+
+
+def test_info_says_once_which_kvswap_opens_which_device() -> None:
+    script = """
+        import kvswap
+        for name in ("host:0", "host:1", "host:0", "host:1"):
+            kvswap.Device(name)
+    """
+    lines = [line for line in run_python(script, KVSWAP_LOG="info").stderr.splitlines() if " opens host:" in line]
+    folder = Path(kvswap.__file__).parent
+    assert [line.rpartition(": ")[0].split()[-1] for line in lines] == ["host:0", "host:1"]
+    assert all(f"kvswap {kvswap.__version__} in {folder} opens" in line for line in lines)
+    assert all(line.endswith("; paths dma, strided, burst, kernel, direct") for line in lines)
+    assert "opens" not in run_python(script, KVSWAP_LOG="warning").stderr

@@ -385,3 +385,22 @@ def test_files_without_io_uring_say_it_where_it_costs(stores: list[tuple[int, st
     lines = [line for line in done.stderr.splitlines() if "io_uring" in line]
     assert len(lines) == said, done.stderr
     assert all(line.startswith("WARNING threads read and write the files") for line in lines)
+
+
+def test_files_stat_gives_no_hint() -> None:
+    script = (
+        WITHOUT_URING.replace("STORES", "[(4096, 'threads')]")
+        + """
+            store.close()
+            from kvswap import cli
+            assert cli.main(["files", "stat", folder]) == 0
+    """
+    )
+    done = run_python(script)
+    if done.returncode == 77:
+        pytest.skip("the kernel takes no filter from a process")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert re.search(
+        r"^engine +threads \((the kernel refuses io_uring: .*|built without liburing)\)$", done.stdout, re.M
+    )
