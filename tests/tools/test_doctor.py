@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_python
+from conftest import ROOT, run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(CC[0]) is None:
         pytest.skip(f"no C compiler ({CC})")
     folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("fake_cuda.c")
+    source = ROOT / "tests" / "stand_ins" / "fake_cuda.c"
     subprocess.run([*CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
     return folder
 
