@@ -77,8 +77,7 @@ static int say_opened(struct kvs_py_state *state, const struct kvs_engine *engin
   if ((atomic_fetch_or(&state->opened[cuda], bit) & bit) != 0) return 0;
   PyObject *module = PyImport_ImportModule("kvswap._devices");
   PyObject *info = module == NULL ? NULL : kvs_py_device_info_dict(&device->info);
-  PyObject *done =
-      info == NULL ? NULL : PyObject_CallMethod(module, "say_opened", "sO", kvs_engine_name(engine), info);
+  PyObject *done = info == NULL ? NULL : PyObject_CallMethod(module, "say_opened", "sO", kvs_engine_name(engine), info);
   Py_XDECREF(module);
   Py_XDECREF(info);
   Py_XDECREF(done);
@@ -91,8 +90,7 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   int rc;
   if (kvs_py_hook_exit(state) < 0) return NULL;
   KVS_PY_NO_GIL(rc = kvs_engine_open(name, &engine, &err));
-  if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0 &&
-      say_opened(state, engine) == 0)
+  if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0 && say_opened(state, engine) == 0)
     return engine;
   if (rc == KVS_OK)
     kvs_engine_unref(engine);
