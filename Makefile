@@ -84,7 +84,7 @@ $(BUILD)/objects/base/version.o: more := -DKVSWAP_VERSION='"$(version)"'
 ifneq ($(fatbin),)
 $(BUILD)/objects/cuda/fatbin.o: more := @$(fatbin)
 $(BUILD)/objects/cuda/fatbin.o: $(fatbin)
-$(fatbin): setup_cuda.py $(wildcard csrc/kernels/*.cu csrc/kernels/*.cuh csrc/kernels/*.h csrc/codecs/*.h)
+$(fatbin): setup_cuda.py $(wildcard csrc/kernels/*.cu csrc/kernels/*.cuh csrc/kernels/*.h csrc/codecs/*.h csrc/codecs/*.cuh)
 	@mkdir -p $(@D)
 	KVSWAP_NVCC='$(KVSWAP_NVCC)' $(PYTHON) setup_cuda.py build $(BUILD)
 endif

@@ -94,7 +94,7 @@ def compile_by_index(target):
 def is_stale(target, text, *tools):
     """Whether `target` was made otherwise than `text` says, or before its sources. Makes its folder."""
     stamp = target.with_suffix(".txt")
-    newest = max(os.path.getmtime(path) for path in [*tools, *glob("csrc/kernels/*.*"), *glob("csrc/codecs/*.h")])
+    newest = max(os.path.getmtime(path) for path in [*tools, *glob("csrc/kernels/*.*"), *glob("csrc/codecs/*.*h")])
     target.parent.mkdir(parents=True, exist_ok=True)
     return not (target.exists() and stamp.exists() and stamp.read_text() == text and target.stat().st_mtime > newest)
 

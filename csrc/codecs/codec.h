@@ -10,9 +10,6 @@
 #include "codecs/unit.h"
 #include "kvswap_codec.h"
 
-/* In heads: numbers stay as they are. */
-enum kvs_codec { KVS_CODEC_RAW, KVS_CODEC_EXACT, KVS_CODEC_MXFP8, KVS_CODEC_FP4, KVS_CODECS };
-
 enum { KVS_KINDS = KVS_KIND_FP32 + 1 };
 
 struct kvs_codec_ops {

@@ -75,7 +75,8 @@ KVS_BOTH uint32_t kvs_fp4_scale(struct kvs_float type, uint32_t most) {
   uint32_t scale =
       ((uint32_t)(exponent - KVS_FP4_SCALE_LEAST) << 3) + whole + (twice > six || (twice == six && (whole & 1u)));
   /* 6 times the scale is a value of the type: in fp16 the largest scale is 10240. */
-  const uint32_t limit = type.bias < 127 ? ((uint32_t)(10 - KVS_FP4_SCALE_LEAST) << 3) + 10u : KVS_FP4_SCALE_MOST;
+  const uint32_t limit =
+      type.bias < 127 ? ((uint32_t)(10 - KVS_FP4_SCALE_LEAST) << 3) + 10u : (uint32_t)KVS_FP4_SCALE_MOST;
   if (scale > limit) scale = limit;
   if (scale && kvs_fp4_element(number, kvs_fp4_scale_number(scale)) != 7u) scale--; /* among the smallest scales */
   return scale;

@@ -52,7 +52,7 @@ KVS_BOTH int kvs_mxfp8_scale(struct kvs_float type, uint32_t most) {
 KVS_BOTH uint32_t kvs_mxfp8_code(struct kvs_float type, uint32_t value, int scale) {
   const uint32_t magnitude = value & ~type.sign, sign = value & type.sign ? 0x80u : 0u;
   const uint32_t element = kvs_mxfp8_element(kvs_float_number(type, kvs_float_finite(type, magnitude)), scale);
-  const uint32_t within = element < KVS_MXFP8_MOST ? element : KVS_MXFP8_MOST;
+  const uint32_t within = element < KVS_MXFP8_MOST ? element : (uint32_t)KVS_MXFP8_MOST;
   return sign | (kvs_float_is_nan(type, magnitude) ? (uint32_t)KVS_MXFP8_NAN : within);
 }
 

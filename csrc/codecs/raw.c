@@ -17,7 +17,7 @@ static bool decode(const struct kvs_unit *unit, const uint8_t *coded, uint32_t e
 
 const struct kvs_codec_ops kvs_codec_raw = {
     .name = "raw",
-    .version = 1,
+    .version = KVS_UNIT_RAW_VERSION,
     .lossless = true,
     .kinds = (1u << KVS_KINDS) - 1u,
     .coded_nbytes = coded_nbytes,

@@ -2,6 +2,11 @@
 
 #include <string.h>
 
+/* Kernels cannot include kvswap_codec.h. */
+_Static_assert(KVS_UNIT_BF16 == (int)KVS_KIND_BF16, "kinds");
+_Static_assert(KVS_UNIT_NOT_STORED == (int)KVS_CODED_NOT_STORED && KVS_UNIT_DAMAGED == (int)KVS_CODED_DAMAGED,
+               "verdicts");
+
 const struct kvs_codec_ops *const kvs_codecs[KVS_CODECS] = {
     [KVS_CODEC_RAW] = &kvs_codec_raw,
     [KVS_CODEC_EXACT] = &kvs_codec_exact,

@@ -14,17 +14,25 @@ enum {
   KVS_UNIT_MAGIC = 0x764b,
 };
 
+/* In heads: numbers stay as they are. */
+enum kvs_codec { KVS_CODEC_RAW, KVS_CODEC_EXACT, KVS_CODEC_MXFP8, KVS_CODEC_FP4, KVS_CODECS };
+
+enum {
+  KVS_UNIT_RAW_VERSION = 1,
+  KVS_UNIT_BF16 = 1, /* KVS_KIND_BF16, of kvswap_codec.h, which a kernel cannot include */
+};
+
 /* What a unit's head says of it. */
-enum kvs_unit_state {
-  KVS_UNIT_CODED = 1,
-  KVS_UNIT_NOT_STORED = 2, /* the values do not fit: all bytes behind the head are zeros */
+enum kvs_head_state {
+  KVS_HEAD_CODED = 1,
+  KVS_HEAD_NOT_STORED = 2, /* the values do not fit: all bytes behind the head are zeros */
 };
 
 struct kvs_unit_head {
   uint16_t magic;
   uint8_t version; /* of the codec */
   uint8_t codec;   /* enum kvs_codec */
-  uint8_t state;   /* enum kvs_unit_state */
+  uint8_t state;   /* enum kvs_head_state */
   uint8_t kind;    /* enum kvs_kind */
   uint16_t escapes;
   uint32_t nbytes; /* before coding */
@@ -32,10 +40,10 @@ struct kvs_unit_head {
 };
 
 /* What became of a unit, or of a block: the worst of its units. */
-enum kvs_verdict {
-  KVS_VERDICT_GOOD,
-  KVS_VERDICT_NOT_STORED, /* a unit's values do not fit its coded size */
-  KVS_VERDICT_DAMAGED,    /* decoding: a unit's head or escapes are wrong */
+enum kvs_unit_verdict {
+  KVS_UNIT_GOOD,
+  KVS_UNIT_NOT_STORED, /* a unit's values do not fit its coded size */
+  KVS_UNIT_DAMAGED,    /* decoding: a unit's head or escapes are wrong */
 };
 
 struct kvs_unit {
@@ -66,13 +74,13 @@ KVS_BOTH struct kvs_unit_head kvs_unit_head_of(const struct kvs_unit *unit, uint
 }
 
 /* What a head says of this unit; GOOD: the bytes behind it can be decoded, once the escapes are checked. */
-KVS_BOTH enum kvs_verdict kvs_unit_check(const struct kvs_unit *unit, uint8_t version,
-                                         const struct kvs_unit_head *head) {
+KVS_BOTH enum kvs_unit_verdict kvs_unit_check(const struct kvs_unit *unit, uint8_t version,
+                                              const struct kvs_unit_head *head) {
   const int own = head->magic == KVS_UNIT_MAGIC && head->version == version && head->codec == unit->codec &&
                   head->kind == unit->kind && head->nbytes == kvs_unit_nbytes(unit) && head->reserved == 0;
-  if (!own) return KVS_VERDICT_DAMAGED;
-  if (head->state == KVS_UNIT_NOT_STORED) return KVS_VERDICT_NOT_STORED;
-  return head->state == KVS_UNIT_CODED ? KVS_VERDICT_GOOD : KVS_VERDICT_DAMAGED;
+  if (!own) return KVS_UNIT_DAMAGED;
+  if (head->state == KVS_HEAD_NOT_STORED) return KVS_UNIT_NOT_STORED;
+  return head->state == KVS_HEAD_CODED ? KVS_UNIT_GOOD : KVS_UNIT_DAMAGED;
 }
 
 #endif

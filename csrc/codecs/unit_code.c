@@ -23,8 +23,8 @@ static void scatter(const struct kvs_unit *unit, const uint8_t *values, uint8_t 
     memcpy(page + unit->offset + row * unit->pitch, values + (size_t)row * unit->row_nbytes, unit->row_nbytes);
 }
 
-enum kvs_verdict kvs_unit_encode(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes,
-                                 void *coded_page) {
+enum kvs_unit_verdict kvs_unit_encode(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes,
+                                      void *coded_page) {
   const struct kvs_codec_ops *codec = kvs_codecs[unit->codec];
   uint8_t *coded = (uint8_t *)coded_page + unit->coded;
   uint32_t values[KVS_UNIT_NBYTES / 4], escapes = 0;
@@ -33,22 +33,29 @@ enum kvs_verdict kvs_unit_encode(const struct kvs_unit *unit, const void *page, 
   bool fits = codec->encode(unit, values, coded, &escapes);
   if (!fits) memset(coded, 0, unit->coded_nbytes);
   struct kvs_unit_head head =
-      kvs_unit_head_of(unit, codec->version, fits ? KVS_UNIT_CODED : KVS_UNIT_NOT_STORED, fits ? escapes : 0);
+      kvs_unit_head_of(unit, codec->version, fits ? KVS_HEAD_CODED : KVS_HEAD_NOT_STORED, fits ? escapes : 0);
   memcpy(coded, &head, sizeof head);
-  return fits ? KVS_VERDICT_GOOD : KVS_VERDICT_NOT_STORED;
+  return fits ? KVS_UNIT_GOOD : KVS_UNIT_NOT_STORED;
 }
 
-enum kvs_verdict kvs_unit_decode(const struct kvs_unit *unit, const void *coded_page, void *page) {
+enum kvs_unit_verdict kvs_unit_decode(const struct kvs_unit *unit, const void *coded_page, void *page) {
   const struct kvs_codec_ops *codec = kvs_codecs[unit->codec];
   const uint8_t *coded = (const uint8_t *)coded_page + unit->coded;
   uint32_t values[KVS_UNIT_NBYTES / 4];
   struct kvs_unit_head head;
   memcpy(&head, coded, sizeof head);
-  enum kvs_verdict verdict = kvs_unit_check(unit, codec->version, &head);
-  if (!verdict && !codec->decode(unit, coded, head.escapes, values)) verdict = KVS_VERDICT_DAMAGED;
-  if (verdict) memset(values, 0, kvs_unit_nbytes(unit));
-  scatter(unit, (const uint8_t *)values, page);
+  enum kvs_unit_verdict verdict = kvs_unit_check(unit, codec->version, &head);
+  if (!verdict && !codec->decode(unit, coded, head.escapes, values)) verdict = KVS_UNIT_DAMAGED;
+  if (verdict)
+    kvs_unit_zero(unit, page);
+  else
+    scatter(unit, (const uint8_t *)values, page);
   return verdict;
+}
+
+void kvs_unit_zero(const struct kvs_unit *unit, void *page) {
+  for (uint32_t row = 0; row < unit->rows; row++)
+    memset((uint8_t *)page + unit->offset + row * unit->pitch, 0, unit->row_nbytes);
 }
 
 /* -- the surface ----------------------------------------------------------------------------------------------- */
@@ -63,16 +70,17 @@ size_t kvs_encode_blocks(const struct kvs_coding *coding, const struct kvs_block
                          void *coded, uint64_t coded_stride, size_t count, uint8_t *verdicts) {
   size_t bad = 0;
   for (size_t block = 0; block < count; block++) {
-    enum kvs_verdict worst = KVS_VERDICT_GOOD;
+    enum kvs_unit_verdict worst = KVS_UNIT_GOOD;
     for (uint64_t page = 0; page < coding->pages; page++) {
       uint8_t *to = (uint8_t *)coded + block * coded_stride + page * coding->coded_page_nbytes;
       for (size_t i = 0; i < coding->nunits; i++) {
-        enum kvs_verdict one = kvs_unit_encode(&coding->units[i], page_of(coding, from, block, page), valid_nbytes, to);
+        enum kvs_unit_verdict one =
+            kvs_unit_encode(&coding->units[i], page_of(coding, from, block, page), valid_nbytes, to);
         if (one > worst) worst = one;
       }
     }
     verdicts[block] = (uint8_t)worst;
-    bad += worst != KVS_VERDICT_GOOD;
+    bad += worst != KVS_UNIT_GOOD;
   }
   return bad;
 }
@@ -81,16 +89,16 @@ size_t kvs_decode_blocks(const struct kvs_coding *coding, const void *coded, uin
                          const struct kvs_blocks *to, size_t count, uint8_t *verdicts) {
   size_t bad = 0;
   for (size_t block = 0; block < count; block++) {
-    enum kvs_verdict worst = KVS_VERDICT_GOOD;
+    enum kvs_unit_verdict worst = KVS_UNIT_GOOD;
     for (uint64_t page = 0; page < coding->pages; page++) {
       const uint8_t *from = (const uint8_t *)coded + block * coded_stride + page * coding->coded_page_nbytes;
       for (size_t i = 0; i < coding->nunits; i++) {
-        enum kvs_verdict one = kvs_unit_decode(&coding->units[i], from, page_of(coding, to, block, page));
+        enum kvs_unit_verdict one = kvs_unit_decode(&coding->units[i], from, page_of(coding, to, block, page));
         if (one > worst) worst = one;
       }
     }
     verdicts[block] = (uint8_t)worst;
-    bad += worst != KVS_VERDICT_GOOD;
+    bad += worst != KVS_UNIT_GOOD;
   }
   return bad;
 }

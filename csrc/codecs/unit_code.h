@@ -6,9 +6,10 @@
 
 /* The unit of a page, whose bytes behind valid_nbytes are read as zeros. A unit that is NOT_STORED has a head that says
  * so. */
-enum kvs_verdict kvs_unit_encode(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes,
-                                 void *coded_page);
+enum kvs_unit_verdict kvs_unit_encode(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes,
+                                      void *coded_page);
 /* From any bytes. Unless GOOD, the unit's bytes of the page are zeros. */
-enum kvs_verdict kvs_unit_decode(const struct kvs_unit *unit, const void *coded_page, void *page);
+enum kvs_unit_verdict kvs_unit_decode(const struct kvs_unit *unit, const void *coded_page, void *page);
+void kvs_unit_zero(const struct kvs_unit *unit, void *page);
 
 #endif

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/span.h"
+#include "kernels/code.h"
 #include "kernels/twins.h"
 
 #define PACE_LIMIT_NS 1e10
@@ -43,13 +44,12 @@ static bool can_copy(struct kvs_host_view *view, const struct kvs_piece *piece) 
   return can(view, KVS_HOST_READ, piece->src, piece->nbytes) && can(view, KVS_HOST_WRITE, piece->dst, piece->nbytes);
 }
 
-static bool can_read_units(struct kvs_host_view *view, const struct kvs_copy_params *params) {
-  const struct kvs_units *units = &params->units;
+static bool can_read_units(struct kvs_host_view *view, const struct kvs_units *units, uint64_t count) {
   uint64_t lines = (uint64_t)units->nrows * units->parts;
-  if (units->pieces) return can_read_entries(view, units->pieces, 0, params->count, sizeof(struct kvs_piece));
-  if (params->count == 0) return true;
+  if (units->pieces) return can_read_entries(view, units->pieces, 0, count, sizeof(struct kvs_piece));
+  if (count == 0) return true;
   if (lines == 0) return false;
-  uint64_t npairs = params->count / lines + (params->count % lines != 0);
+  uint64_t npairs = count / lines + (count % lines != 0);
   if (!can_read_entries(view, units->rows, 0, units->nrows, sizeof(struct kvs_row))) return false;
   if (!units->pairs) return npairs <= KVS_INLINE_PAIRS;
   return can_read_entries(view, units->pairs, 0, npairs, sizeof(struct kvs_pair));
@@ -57,7 +57,7 @@ static bool can_read_units(struct kvs_host_view *view, const struct kvs_copy_par
 
 static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_params *params, struct kvs_host_op *op) {
   uint64_t total = 0;
-  if (!can_read_units(view, params)) return false;
+  if (!can_read_units(view, &params->units, params->count)) return false;
   for (uint64_t i = 0; i < params->count; i++) {
     struct kvs_piece piece = kvs_twin_unit(params, i);
     if (!can_copy(view, &piece)) return false;
@@ -67,6 +67,45 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
   double mib = (double)total / (double)op->what.kernel.grid / (1 << 20);
   double pace_ns = mib * (double)params->ns_per_mib;
   op->pace_ns = pace_ns < PACE_LIMIT_NS ? (uint64_t)pace_ns : (uint64_t)PACE_LIMIT_NS;
+  return true;
+}
+
+/* Bytes of the page that the unit's encoder reads, or that its decoder writes. */
+static bool can_use_page(struct kvs_host_view *view, enum kvs_host_use use, const struct kvs_unit *unit, uint64_t page,
+                         uint64_t valid_nbytes) {
+  for (uint32_t row = 0; row < unit->rows; row++) {
+    uint64_t at = unit->offset + row * unit->pitch, left = at < valid_nbytes ? valid_nbytes - at : 0;
+    if (!can(view, use, page + at, left < unit->row_nbytes ? left : unit->row_nbytes)) return false;
+  }
+  return true;
+}
+
+static bool can_code(struct kvs_host_view *view, const struct kvs_code_params *params,
+                     const struct kvs_code_item *item) {
+  const struct kvs_unit *unit = &item->unit;
+  uint64_t coded = params->by_src ? item->pages.src : item->pages.dst,
+           page = params->by_src ? item->pages.dst : item->pages.src;
+  enum kvs_host_use of_coded = params->by_src ? KVS_HOST_READ : KVS_HOST_WRITE,
+                    of_page = params->by_src ? KVS_HOST_WRITE : KVS_HOST_READ;
+  bool reads = params->by_src || !item->empty, coded_used = !params->by_src || !item->empty;
+  if (item->skipped) return true;
+  if (coded_used && ((coded + unit->coded) % 16 || !can(view, of_coded, coded + unit->coded, unit->coded_nbytes)))
+    return false;
+  return !reads || can_use_page(view, of_page, unit, page, params->by_src ? UINT64_MAX : params->valid_nbytes);
+}
+
+static bool prepare_code(struct kvs_host_view *view, const struct kvs_code_params *params) {
+  const struct kvs_units *units = &params->units;
+  if (!can_read_units(view, units, params->count)) return false;
+  if (params->count == 0) return true;
+  uint64_t npairs = (params->count - 1) / units->nrows / units->parts + 1;
+  if (!can_read_entries(view, params->table, 0, units->parts, sizeof(struct kvs_unit)) || params->verdicts % 4 ||
+      !can(view, KVS_HOST_WRITE, params->verdicts, 4 * npairs))
+    return false;
+  for (uint64_t i = 0; i < params->count; i++) {
+    struct kvs_code_item item = kvs_twin_code_item(params, i);
+    if (!can_code(view, params, &item)) return false;
+  }
   return true;
 }
 
@@ -124,6 +163,8 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
     return prepare_copy(view, params, op);
   case KVS_KERNEL_IDS:
     return prepare_ids(view, params);
+  case KVS_KERNEL_CODE:
+    return prepare_code(view, params);
   case KVS_KERNEL_PATTERN:
     return prepare_pattern(view, params);
   case KVS_KERNEL_CRC:

@@ -1,4 +1,5 @@
 /* All kernels as one translation unit: one compilation for each architecture. */
+#include "code.cu"
 #include "copy.cu"
 #include "crc.cu"
 #include "delay.cu"

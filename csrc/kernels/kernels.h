@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "codecs/both.h"
+#include "codecs/unit.h"
 #include "crc.h"
 
 /* X(name, symbol in the fatbin, parameter struct) */
@@ -14,6 +14,7 @@
   X(RING, kvs_kernel_ring, kvs_copy_params) /* scattered copies by bulk copies through shared memory */                \
   X(PACK, kvs_kernel_pack, kvs_copy_params) /* scattered copies within device memory, on the whole GPU, unpaced */     \
   X(IDS, kvs_kernel_ids, kvs_ids_params)    /* read and check block ids that lie in device memory */                   \
+  X(CODE, kvs_kernel_code, kvs_code_params) /* encode or decode pages, a CTA a unit */                                 \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of a key */           \
   X(CRC, kvs_kernel_crc, kvs_crc_params)             /* checksum of a memory range */                                  \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
@@ -92,6 +93,27 @@ KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t
   if (pair->src == KVS_BAD_SLOT) piece.src = units->zeros;
   piece.nbytes = left < units->piece ? left : units->piece;
   return piece;
+}
+
+/* Coded pages. A grid whose `parts` are the units of a page: part u of a row is unit u of its page, `piece` is not
+ * used. The host side is coded: the source when decoding (by_src), else the destination. Coded pages are 16-byte
+ * aligned. A pair without a source is coded as zeros. */
+struct kvs_code_params {
+  struct kvs_units units;
+  uint64_t table;    /* address of struct kvs_unit[units.parts] */
+  uint64_t verdicts; /* address of a 32-bit word a pair, initially 0: the worst enum kvs_unit_verdict of its units */
+  uint64_t count;    /* pairs * nrows * parts */
+  uint64_t valid_nbytes; /* of a page, when encoding: bytes behind are read as zeros */
+  uint32_t by_src;       /* 1: decode */
+  struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
+};
+
+/* The pages of a row, of any length. */
+KVS_BOTH struct kvs_piece kvs_code_pages(const struct kvs_code_params *params, const struct kvs_row *row,
+                                         const struct kvs_pair *pair, uint64_t block) {
+  struct kvs_units units = params->units;
+  units.piece = 1;
+  return kvs_grid_piece(&units, params->by_src, row, pair, block, 0);
 }
 
 /* Ids in device memory. Step READ takes each pair as the host named it, reads its id once, notes the id with its

@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "kernels/code.h"
+
 /* memcpy, since tables may be unaligned. */
 static void read_entry(uint64_t table, uint64_t index, void *entry, size_t nbytes) {
   memcpy(entry, (const char *)(uintptr_t)table + index * nbytes, nbytes);
@@ -199,6 +201,9 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
     break;
   case KVS_KERNEL_IDS:
     run_ids(params, cta, grid);
+    break;
+  case KVS_KERNEL_CODE:
+    kvs_twin_code(params, cta, grid);
     break;
   case KVS_KERNEL_PATTERN:
     run_pattern(params, cta, grid);

@@ -34,6 +34,7 @@ THREADED = [
     "test_engine",
     "test_device_host",
     "test_kernels",
+    "test_code",
     "test_pool",
     "test_racecheck",
     "test_hostpool",

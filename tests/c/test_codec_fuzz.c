@@ -45,7 +45,7 @@ static void make(const struct kvs_coding *coding, uint8_t *coded, uint64_t nbyte
   if (how == 1)
     for (size_t i = 0; i < coding->nunits; i++)
       fill(coded + coding->units[i].coded + KVS_UNIT_HEAD, coding->units[i].coded_nbytes - KVS_UNIT_HEAD);
-  if (how == 2 && nbytes > 8) coded[4] = KVS_UNIT_CODED, coded[6] = (uint8_t)check_random(&seed);
+  if (how == 2 && nbytes > 8) coded[4] = KVS_HEAD_CODED, coded[6] = (uint8_t)check_random(&seed);
   for (uint64_t i = check_below(&seed, 9); i > 0; i--)
     coded[check_below(&seed, check_below(&seed, 2) ? nbytes : 16)] = (uint8_t)check_random(&seed);
 }
@@ -68,7 +68,7 @@ static uint64_t fuzz(void) {
     counts[verdicts[0]]++;
     for (size_t unit = 0; unit < coding->nunits; unit++) {
       const struct kvs_unit *one = &coding->units[unit];
-      if (kvs_unit_decode(one, coded, block) == KVS_VERDICT_GOOD) continue;
+      if (kvs_unit_decode(one, coded, block) == KVS_UNIT_GOOD) continue;
       for (uint32_t row = 0; row < one->rows; row++)
         for (uint32_t at = 0; at < one->row_nbytes; at++) wrong += block[one->offset + row * one->pitch + at] != 0;
     }

@@ -4,11 +4,13 @@ blocks; the command. The C tests (tests/c/test_codecs.c) go through every value.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_python
+from conftest import ROOT, run_python
 from numpy.typing import NDArray
 
 from kvswap.cli import main
@@ -167,6 +169,22 @@ def test_encoding_runs_beside_python() -> None:
         "[t.start() for t in threads], [t.join() for t in threads]\n"
         "assert np.array_equal(np.stack(found), wanted)\n"
     )
+
+
+@pytest.mark.slow
+def test_the_cuda_code_on_the_cpu(tmp_path: Path) -> None:
+    """The kernels' own text, compiled as C++, its threads in a random order: the bytes of the C code."""
+    if shutil.which("c++") is None or shutil.which("cc") is None:
+        pytest.skip("no C++ compiler")
+    objects = []
+    for source in [*sorted((ROOT / "csrc/codecs").glob("*.c")), ROOT / "csrc/status.c"]:
+        objects.append(str(tmp_path / f"{source.stem}.o"))
+        flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-Icsrc", "-c", str(source), "-o", objects[-1]]
+        subprocess.run(["cc", *flags], cwd=ROOT, check=True)
+    flags = ["-std=c++17", "-O1", "-w", "-Icsrc", "-Itests/c", "tests/c/code_cta.cc", *objects]
+    subprocess.run(["c++", *flags, "-o", str(tmp_path / "cta")], cwd=ROOT, check=True)
+    run = subprocess.run([str(tmp_path / "cta")], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0 and run.stdout.endswith(" passed, 0 failed\n"), run.stderr[-2000:]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+/* Codec `exact` by one CTA. A warp owns a segment. The escapes of all segments are counted first; a prefix sum over
+ * segments, lanes and values gives each its place. So the list is in order of position, whatever the order in which
+ * warps run. */
+#ifndef KVS_CODECS_EXACT_CUH
+#define KVS_CODECS_EXACT_CUH
+
+#include "codecs/exact.h"
+#include "codecs/page.cuh"
+
+#define CODE_SEGMENTS (KVS_UNIT_NBYTES / 2 / KVS_EXACT_SEGMENT)
+
+struct code_shared {
+  uint32_t escapes[CODE_SEGMENTS];         /* of each segment; then of all segments before it */
+  uint32_t total;                          /* of the unit */
+  uint16_t masks[CODE_SEGMENTS][KVS_WARP]; /* which of a lane's 16 values are escapes */
+};
+
+static __device__ __forceinline__ void encode_segment(const struct kvs_unit &unit, const struct code_place &place,
+                                                      uint64_t coded, const struct kvs_exact_layout &layout,
+                                                      uint32_t segment, struct code_shared *shared) {
+  const uint32_t lane = threadIdx.x % KVS_WARP;
+  uint32_t pairs[8], most = 0, mask = 0;
+  for (uint32_t half = 0; half < 2u; half++) {
+    const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + lane * CODE_VALUES;
+    const uint4 words = load_group(unit, place, 2u * first);
+    pairs[4u * half] = words.x, pairs[4u * half + 1u] = words.y;
+    pairs[4u * half + 2u] = words.z, pairs[4u * half + 3u] = words.w;
+  }
+  for (int i = 0; i < 8; i++) most = kvs_exact_most(most, pairs[i]);
+  const uint32_t base = __reduce_max_sync(KVS_ALL_LANES, kvs_exact_base(most));
+  for (uint32_t half = 0; half < 2u; half++) {
+    const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + lane * CODE_VALUES;
+    uint32_t rest[2] = {0, 0}, joined = 0;
+    for (uint32_t i = 0; i < 4u; i++) {
+      const uint32_t pair = pairs[4u * half + i], codes = kvs_exact_codes(pair, base | base << 16);
+      const uint32_t escaped = (codes + 0x00010001u) >> 4 & 0x00010001u; /* 15 becomes 16 */
+      rest[i / 2u] |= kvs_exact_rest(pair) << (16u * (i % 2u));
+      joined |= kvs_exact_join(codes) << (8u * i);
+      mask |= ((escaped | escaped >> 15) & 3u) << (8u * half + 2u * i);
+    }
+    store_bytes<2>(coded + KVS_UNIT_HEAD + first, rest, bytes_left(layout.values, first, 8u));
+    store_bytes<1>(coded + layout.codes + first / 2u, &joined, bytes_left((layout.values + 1u) / 2u, first / 2u, 4u));
+  }
+  const uint32_t count = __reduce_add_sync(KVS_ALL_LANES, (uint32_t)__popc(mask));
+  shared->masks[segment][lane] = (uint16_t)mask;
+  if (lane != 0) return;
+  shared->escapes[segment] = count;
+  store_byte(coded + layout.bases + segment, base);
+}
+
+/* By the first warp: the number of escapes before each segment, and in all. */
+static __device__ __forceinline__ void sum_escapes(uint32_t segments, struct code_shared *shared) {
+  const uint32_t lane = threadIdx.x;
+  const uint32_t own = lane < segments ? shared->escapes[lane] : 0u;
+  uint32_t sum = own;
+  for (uint32_t by = 1; by < KVS_WARP; by *= 2u) {
+    const uint32_t before = __shfl_up_sync(KVS_ALL_LANES, sum, by);
+    if (lane >= by) sum += before;
+  }
+  if (lane < segments) shared->escapes[lane] = sum - own;
+  if (lane == KVS_WARP - 1u) shared->total = sum;
+}
+
+/* By one warp: in the order of a segment's values, which is half, lane, value. */
+static __device__ __forceinline__ void store_escapes(const struct kvs_unit &unit, const struct code_place &place,
+                                                     uint64_t coded, const struct kvs_exact_layout &layout,
+                                                     uint32_t segment, const struct code_shared *shared) {
+  const uint32_t lane = threadIdx.x % KVS_WARP, mask = shared->masks[segment][lane];
+  uint32_t at = shared->escapes[segment];
+  if (!__any_sync(KVS_ALL_LANES, mask != 0)) return;
+  for (uint32_t half = 0; half < 2u; half++) {
+    const uint32_t own = mask >> (8u * half) & 0xffu, count = (uint32_t)__popc(own);
+    const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + lane * CODE_VALUES;
+    uint32_t sum = count;
+    for (uint32_t by = 1; by < KVS_WARP; by *= 2u) {
+      const uint32_t before = __shfl_up_sync(KVS_ALL_LANES, sum, by);
+      if (lane >= by) sum += before;
+    }
+    uint64_t to = coded + layout.escapes + 3u * (at + sum - count);
+    for (uint32_t i = 0; i < CODE_VALUES; i++) {
+      if (!(own >> i & 1u)) continue;
+      const uint32_t position = first + i, value = load_value(unit, place, position);
+      store_byte(to, position);
+      store_byte(to + 1, position >> 8);
+      store_byte(to + 2, value >> 7 & 0xffu);
+      to += 3;
+    }
+    at += __shfl_sync(KVS_ALL_LANES, sum, KVS_WARP - 1);
+  }
+}
+
+static __device__ __forceinline__ enum kvs_unit_verdict
+encode_exact(const struct kvs_unit &unit, const struct code_place &place, uint64_t coded, struct code_shared *shared) {
+  const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
+  const uint32_t warp = threadIdx.x / KVS_WARP, warps = blockDim.x / KVS_WARP;
+  for (uint32_t segment = warp; segment < layout.segments; segment += warps)
+    encode_segment(unit, place, coded, layout, segment, shared);
+  __syncthreads();
+  if (warp == 0) sum_escapes(layout.segments, shared);
+  __syncthreads();
+  const uint32_t total = shared->total;
+  if (total > layout.places) {
+    zero_bytes(coded, KVS_UNIT_HEAD, layout.nbytes);
+    store_head(unit, coded, KVS_EXACT_VERSION, KVS_HEAD_NOT_STORED, 0);
+    return KVS_UNIT_NOT_STORED;
+  }
+  for (uint32_t segment = warp; segment < layout.segments; segment += warps)
+    store_escapes(unit, place, coded, layout, segment, shared);
+  zero_bytes(coded, KVS_UNIT_HEAD + layout.values, layout.codes);
+  zero_bytes(coded, layout.codes + (layout.values + 1u) / 2u, layout.bases);
+  zero_bytes(coded, layout.escapes + 3u * total, layout.nbytes);
+  store_head(unit, coded, KVS_EXACT_VERSION, KVS_HEAD_CODED, total);
+  return KVS_UNIT_GOOD;
+}
+
+/* The escapes are in order and inside the unit. All threads learn it. */
+static __device__ __forceinline__ bool right_escapes(uint64_t coded, const struct kvs_exact_layout &layout,
+                                                     uint32_t escapes) {
+  bool wrong = escapes > layout.places;
+  for (uint32_t i = threadIdx.x; !wrong && i < escapes; i += blockDim.x) {
+    const uint64_t at = coded + layout.escapes + 3u * i;
+    const uint32_t position = load_byte(at) | load_byte(at + 1) << 8;
+    const uint32_t before = i ? load_byte(at - 3) | load_byte(at - 2) << 8 : 0u;
+    wrong = position >= layout.values || (i && position <= before);
+  }
+  return !__syncthreads_or(wrong);
+}
+
+static __device__ __forceinline__ bool decode_exact(const struct kvs_unit &unit, const struct code_place &place,
+                                                    uint64_t coded, uint32_t escapes) {
+  const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
+  if (!right_escapes(coded, layout, escapes)) return false;
+  for (uint32_t first = threadIdx.x * CODE_VALUES; first < layout.values; first += blockDim.x * CODE_VALUES) {
+    const uint32_t base = load_byte(coded + layout.bases + first / KVS_EXACT_SEGMENT);
+    uint32_t rest[2], joined, pairs[4];
+    load_words<2>(coded + KVS_UNIT_HEAD + first, rest);
+    load_words<1>(coded + layout.codes + first / 2u, &joined);
+    for (uint32_t i = 0; i < 4u; i++)
+      pairs[i] =
+          kvs_exact_pair(rest[i / 2u] >> (16u * (i % 2u)) & 0xffffu, joined >> (8u * i) & 0xffu, base | base << 16);
+    store_group(unit, place, 2u * first, pairs);
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < escapes; i += blockDim.x) {
+    const uint64_t at = coded + layout.escapes + 3u * i;
+    const uint32_t position = load_byte(at) | load_byte(at + 1) << 8;
+    store_value(unit, place, position,
+                kvs_exact_escaped(load_byte(coded + KVS_UNIT_HEAD + position), load_byte(at + 2)));
+  }
+  return true;
+}
+
+#endif
