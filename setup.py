@@ -1,116 +1,28 @@
-"""Builds kvswap._C and, where there is an nvcc, the kernels that it embeds. What is not code stands in pyproject.toml.
-
-Environment, read when building:
-  KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
-  KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (setup_cuda.py lists them)
-  KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
-  KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without what only kvswap.testing and the tests use
-  KVSWAP_WERROR=1  warnings of the C compiler are errors
-  KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
-  KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
+"""Builds kvswap._C and, where there is an nvcc, the kernels that it embeds: packaging/kvswap_build/extension.py lists
+the environment variables. What is not code stands in pyproject.toml.
 """
 
-import itertools
-import os
 import re
 import sys
-from glob import glob
 from pathlib import Path
 
-import numpy
 import setuptools
-from setuptools import Extension, find_packages, setup
-from setuptools.command.build_ext import build_ext
+from setuptools import find_packages, setup
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
-import setup_compiler
-import setup_cuda
-import setup_digest
-import setup_readme
-import setup_uring
-import setup_version
+sys.path.insert(0, str(Path(__file__).resolve().parent / "packaging"))  # a build front end need not have it there
+from kvswap_build import digest, extension, readme, version
 
-CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
-NVCC = os.environ.get("KVSWAP_NVCC", "")
-URING = os.environ.get("KVSWAP_URING") or "auto"
-TEST_BINDINGS = os.environ.get("KVSWAP_TEST_BINDINGS") or "on"
-SANITIZE = os.environ.get("KVSWAP_SANITIZE", "")
-DEBUG = os.environ.get("KVSWAP_DEBUG", "") not in ("", "0")
-WERROR = os.environ.get("KVSWAP_WERROR", "") not in ("", "0")
-if CUDA not in ("auto", "require", "off"):
-    raise SystemExit(f"KVSWAP_CUDA={CUDA!r}: must be auto, require or off")
-if URING not in ("auto", "require", "off"):
-    raise SystemExit(f"KVSWAP_URING={URING!r}: must be auto, require or off")
-if TEST_BINDINGS not in ("on", "off"):
-    raise SystemExit(f"KVSWAP_TEST_BINDINGS={TEST_BINDINGS!r}: must be on or off")
-
-
-class Build(build_ext):
-    def build_extension(self, ext):
-        setup_compiler.require(self.compiler.compiler_so)
-        setup_compiler.compile_in_parallel(self.compiler)
-        ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
-        if CUDA != "off":
-            self.add_kernels(ext)
-        if URING != "off":
-            self.add_uring(ext)
-        self.depend_on_flags(ext)
-        super().build_extension(ext)
-
-    def add_kernels(self, ext):
-        nvcc, why = setup_cuda.find_nvcc(NVCC)
-        if nvcc:
-            ext.extra_compile_args += [f"-isystem{path}" for path in setup_cuda.include_dirs(nvcc)]
-            target = Path(self.build_temp, "kvswap.fatbin").absolute()
-            try:
-                archs = setup_cuda.compile_fatbin(nvcc, target, ["-Werror=all-warnings"] if WERROR else [])
-            except OSError as error:
-                why = str(error)
-            else:
-                ext.define_macros += [("KVSWAP_FATBIN", f'"{target}"'), ("KVSWAP_FATBIN_ARCHS", f'"{archs}"')]
-                ext.depends.append(str(target))
-                return
-        if CUDA == "require" or (NVCC and not nvcc):  # what was asked for by name is not left out in silence
-            raise SystemExit(f"kvswap: KVSWAP_CUDA={CUDA}, but the kernels cannot be built: {why}")
-        print(f"kvswap: note: built without kernels, GPUs will be served by their copy engines alone: {why}")
-
-    def add_uring(self, ext):
-        words = self.compiler.compiler_so  # CC may be more than one, "ccache gcc" say
-        link = setup_uring.find_uring([*itertools.takewhile(lambda word: not word.startswith("-"), words)])
-        if link:
-            ext.define_macros.append(("KVSWAP_URING", "1"))
-            ext.extra_link_args += link
-        elif URING == "require":
-            raise SystemExit("kvswap: KVSWAP_URING=require, but there is no liburing to build with (liburing-dev)")
-        else:
-            print("kvswap: note: built without liburing, files will be read and written by threads")
-
-    def depend_on_flags(self, ext):
-        """Other flags than the last time are a reason to compile again; setuptools compares only the times of files."""
-        stamp, text = Path(self.build_temp, "flags.txt"), f"{ext.define_macros}\n{ext.extra_compile_args}\n"
-        if not stamp.exists() or stamp.read_text() != text:
-            stamp.parent.mkdir(parents=True, exist_ok=True)
-            stamp.write_text(text)
-        ext.depends.append(str(stamp))
-
-
-flags = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-fvisibility=hidden", "-pthread"]
-flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-g1"]
-flags += ["-Werror"] if WERROR else []
-left_out = {"csrc/py/testing.c"} if TEST_BINDINGS == "off" else set()
-sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
-
-version = re.search(r'^version = "(.+?)"', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
+release = re.search(r'^version = "(.+?)"', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
 license_field = "license_expression" if int(setuptools.__version__.split(".")[0]) >= 77 else "license"
 
-setup_version.write_header()
-setup_digest.write_header()
+version.write_header()
+digest.write_header()
 setup(
     **{license_field: "Apache-2.0"},
     license_files=["LICENSE", "packaging/licenses/*.txt"],
-    long_description=setup_readme.index_readme("README.md", version),
+    long_description=readme.index_readme("README.md", release),
     long_description_content_type="text/markdown",
-    project_urls=setup_readme.urls(version),
+    project_urls=readme.urls(release),
     packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],
     package_dir={"kvswap.include": "csrc"},
     package_data={
@@ -119,17 +31,7 @@ setup(
     },
     data_files=[("share/kvswap/monitoring", ["monitoring/alerts.yml", "monitoring/grafana-dashboard.json"])],
     include_package_data=False,
-    ext_modules=[
-        Extension(
-            "kvswap._C",
-            sources=sorted(set(glob("csrc/**/*.c", recursive=True)) - left_out),
-            define_macros=[("KVSWAP_NO_TEST_BINDINGS", "1")] if left_out else [],
-            depends=["setup.py", "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
-            include_dirs=["csrc", numpy.get_include()],
-            extra_compile_args=flags + sanitize,
-            extra_link_args=["-pthread", "-ldl", *sanitize],
-        )
-    ],
-    cmdclass={"build_ext": Build},
-    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_libraries() else [],
+    ext_modules=[extension.extension()],
+    cmdclass={"build_ext": extension.Build},
+    setup_requires=extension.requirements(),
 )

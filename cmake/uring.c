@@ -1,4 +1,4 @@
-/* Whether liburing is here and new enough: CMake and make link this program. setup_uring.py asks the same. */
+/* Whether liburing is here and new enough: both builds link this program. */
 #include <liburing.h>
 
 int main(void) {

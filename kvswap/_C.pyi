@@ -42,7 +42,7 @@ _RaceParty: TypeAlias = tuple[bool, int, int, int, str, str, str]
 _Race: TypeAlias = tuple[str, int, _RaceParty, _RaceParty]  # pool, slot, first, second
 
 __version__: Final[str]
-_sources: Final[str]  # digest of csrc/ (setup_digest.py)
+_sources: Final[str]  # digest of csrc/ (packaging/kvswap_build/digest.py)
 _API: Final[object]  # a capsule: kvswap_capi.h
 
 class Error(Exception):

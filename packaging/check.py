@@ -22,8 +22,8 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import setup_cuda  # noqa: E402
+sys.path.insert(0, str(HERE))
+from kvswap_build import cuda  # noqa: E402
 
 GLIBC = (2, 28)
 SYSTEM = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
@@ -75,7 +75,7 @@ def check_extension(data, release):
         yield f"is not stripped: {', '.join(sorted(bad))}"
     if bad := set(PATHS.findall(data)) - {b"/usr/local/cuda/"}:
         yield f"has paths in it: {b', '.join(sorted(bad)[:5]).decode()}"
-    wanted = {*(f"sm_{arch}" for arch in setup_cuda.SASS), f"compute_{setup_cuda.SASS[0]}"}
+    wanted = {*(f"sm_{arch}" for arch in cuda.SASS), f"compute_{cuda.SASS[0]}"}
     if (found := fatbin_archs(data)) != wanted:
         yield f"has kernels for {', '.join(sorted(found)) or 'nothing'}; wanted: {', '.join(sorted(wanted))}"
     if b"_set_fault" in data:

@@ -21,10 +21,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path.insert(0, str(HERE))
 import wheels  # noqa: E402
-
-import setup_readme  # noqa: E402
+from kvswap_build import readme  # noqa: E402
 
 SDIST_TESTS = tuple(
     f"tests/{name}.py"
@@ -63,8 +62,8 @@ def problems(version, changelog, tags, changes):
         yield f"this commit has no tag v{version} (its tags: {', '.join(tags) or 'none'})"
     if changes:
         yield f"the checkout is not clean:\n{changes}"
-    if not setup_readme.REPOSITORY:
-        yield "setup_readme.REPOSITORY is empty: the package would have no URLs, and its README no links"
+    if not readme.REPOSITORY:
+        yield "REPOSITORY of kvswap_build/readme.py is empty: the package would have no URLs, and its README no links"
 
 
 def version_of(pyproject):

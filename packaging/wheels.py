@@ -1,6 +1,6 @@
 """Builds manylinux_2_28 wheels from an sdist, for x86-64 and by cross compilation for aarch64, without containers: the
-C compiler of zig links against the symbols of glibc 2.28. A wheel has the kernels (NVRTC of setup_cuda.py's packages)
-and liburing in it, and neither debugging information nor a path of this machine.
+C compiler of zig links against the symbols of glibc 2.28. A wheel has the kernels (NVRTC of the packages that
+kvswap_build/cuda.py pins) and liburing in it, and neither debugging information nor a path of this machine.
 
     python packaging/wheels.py SDIST --liburing liburing_2.9.orig.tar.gz --out wheelhouse
 
@@ -22,10 +22,9 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
 import ziglang  # noqa: E402
-
-import setup_cuda  # noqa: E402
+from kvswap_build import cuda  # noqa: E402
 
 ZIG = Path(ziglang.__file__).with_name("zig")
 
@@ -74,7 +73,7 @@ class Interpreter:
         """A new virtual environment with what a wheel is built with; its interpreter."""
         run(self.path, "-m", "venv", "--clear", folder)
         python = Path(folder, "bin/python")
-        run(python, "-m", "pip", "install", "-q", "-r", HERE / "build.txt", *setup_cuda.REQUIREMENTS)
+        run(python, "-m", "pip", "install", "-q", "-r", HERE / "build.txt", *cuda.REQUIREMENTS)
         return python
 
 

@@ -81,14 +81,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def refuse_stale() -> None:
     """Tests of a checkout need its own code: an older build, or an installed copy, passes or fails for another state.
     KVSWAP_TEST_INSTALLED=1: test what is installed, a wheel say."""
-    if os.environ.get("KVSWAP_TEST_INSTALLED", "0") != "0" or not (ROOT / "setup_digest.py").exists():
+    if os.environ.get("KVSWAP_TEST_INSTALLED", "0") != "0" or not (ROOT / "packaging" / "kvswap_build").exists():
         return  # the latter: no sources beside the tests
-    sys.path.insert(0, str(ROOT))
-    import setup_digest
+    sys.path.insert(0, str(ROOT / "packaging"))
+    from kvswap_build import digest
 
-    sys.path.remove(str(ROOT))
-    if wrong := setup_digest.stale(kvswap):
-        raise pytest.UsageError(setup_digest.message(kvswap, wrong))
+    sys.path.remove(str(ROOT / "packaging"))
+    if wrong := digest.stale(kvswap):
+        raise pytest.UsageError(digest.message(kvswap, wrong))
 
 
 def pytest_configure(config: pytest.Config) -> None:

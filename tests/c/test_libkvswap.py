@@ -1,4 +1,4 @@
-"""libkvswap as a user of C meets it: built by make and by CMake, installed to an empty prefix, and used from there with
+"""libkvswap as a user of C meets it: built by CMake, installed to an empty prefix, and used from there with
 pkg-config and find_package, shared and static, in C and in C++. The library is built without optimisation and without
 kernels, once a session each."""
 
@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,7 @@ from conftest import ROOT
 
 CC = shlex.split(os.environ.get("CC") or "cc")
 VERSION = re.search(r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-BUILDS = ("make", "cmake")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "c").glob("*.c"))
-OFF = {"KVSWAP_CUDA": "off"}
-
-Prefix = Callable[[str], Path]
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,12 +48,7 @@ def cmake_compiler() -> list[str]:
     return [*launcher, f"-DCMAKE_C_COMPILER={CC[-1]}"]
 
 
-def build_with_make(folder: Path, prefix: Path) -> None:
-    succeed(["make", "-j2", f"BUILD={folder}", f"CC={shlex.join(CC)}", "CFLAGS=-O0"], **OFF)
-    succeed(["make", "install", f"BUILD={folder}", f"PREFIX={prefix}"], **OFF)
-
-
-def build_with_cmake(folder: Path, prefix: Path) -> None:
+def build(folder: Path, prefix: Path) -> None:
     options = ["-DKVSWAP_CUDA=off", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_INSTALL_LIBDIR=lib", *cmake_compiler()]
     succeed(["cmake", "-S", str(ROOT), "-B", str(folder), *options])
     succeed(["cmake", "--build", str(folder), "-j2"])
@@ -66,29 +56,20 @@ def build_with_cmake(folder: Path, prefix: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Prefix:
-    """Where the library is installed that make or cmake built: the processes of pytest-xdist share it."""
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the library is installed: the processes of pytest-xdist share it."""
+    need(CC[0], "cmake")
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-
-    def installed(tool: str) -> Path:
-        need(CC[0], "make", tool)
-        folder, prefix = shared / f"libkvswap-{tool}", shared / f"prefix-{tool}"
-        folder.mkdir(exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "done").exists():
-                (build_with_make if tool == "make" else build_with_cmake)(folder, prefix)
-                (folder / "done").touch()
-        return prefix
-
-    return installed
-
-
-@pytest.fixture(params=BUILDS)
-def prefix(request: pytest.FixtureRequest, installed: Prefix) -> Path:
-    return installed(request.param)
+    folder, prefix = shared / "libkvswap", shared / "prefix"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            build(folder, prefix)
+            (folder / "done").touch()
+    return prefix
 
 
 def pkg_config(prefix: Path) -> dict[str, str]:
@@ -115,9 +96,7 @@ def test_what_is_installed(prefix: Path) -> None:
     headers = headers - {"include/kvswap/kvswap_capi.h"} | {"include/kvswap/kvswap_version.h"}
     libraries = {f"lib/libkvswap.{end}" for end in ("a", "so", "so.0", f"so.0.{VERSION[1]}")}
     package = {f"lib/cmake/kvswap/kvswap{end}.cmake" for end in ("Config", "ConfigVersion", "Targets", "Targets-none")}
-    expected = headers | libraries | {"lib/pkgconfig/kvswap.pc"}
-    assert found - package == expected
-    assert found & package == (package if "cmake" in prefix.name else set())
+    assert found == headers | libraries | package | {"lib/pkgconfig/kvswap.pc"}
     assert (prefix / "lib/libkvswap.so").resolve().name == f"libkvswap.so.0.{VERSION[1]}"
 
 
@@ -248,9 +227,8 @@ target_link_libraries(static kvswap::kvswap_static)
 
 
 @pytest.mark.slow
-def test_found_by_cmake(installed: Prefix, tmp_path: Path) -> None:
+def test_found_by_cmake(prefix: Path, tmp_path: Path) -> None:
     assert VERSION is not None
-    prefix = installed("cmake")
     need("c++")
     (tmp_path / "program.cpp").write_text(PROGRAM)
     options = [f"-DCMAKE_PREFIX_PATH={prefix}", *cmake_compiler()]
@@ -265,8 +243,7 @@ def test_found_by_cmake(installed: Prefix, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_examples_as_a_project_of_cmake(installed: Prefix, tmp_path: Path) -> None:
-    prefix = installed("cmake")
+def test_the_examples_as_a_project_of_cmake(prefix: Path, tmp_path: Path) -> None:
     source = str(ROOT / "examples" / "c")
     succeed(["cmake", "-S", source, "-B", str(tmp_path), f"-DCMAKE_PREFIX_PATH={prefix}", *cmake_compiler()])
     succeed(["cmake", "--build", str(tmp_path)])
@@ -284,31 +261,22 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-@pytest.mark.parametrize("tool", BUILDS)
-def test_a_wrong_setting_is_refused(tool: str, name: str, value: str, message: str, tmp_path: Path) -> None:
-    need(tool, CC[0])
-    command = ["make", "-n", f"BUILD={tmp_path}", f"{name}={value}"]
-    if tool == "cmake":
-        command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), f"-D{name}={value}", *cmake_compiler()]
-    done = run(command)
+def test_a_wrong_setting_is_refused(name: str, value: str, message: str, tmp_path: Path) -> None:
+    need("cmake", CC[0])
+    done = run(["cmake", "-S", str(ROOT), "-B", str(tmp_path), f"-D{name}={value}", *cmake_compiler()])
     assert done.returncode != 0 and message in re.sub(r"\s+", " ", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("tool", BUILDS)
-def test_without_liburing(tool: str, tmp_path: Path) -> None:
+def test_without_liburing(tmp_path: Path) -> None:
     """A compiler that finds none: `require` is refused, `auto` says what is left."""
-    need(tool, CC[0])
+    need("cmake", CC[0])
     compiler = tmp_path / "cc"
     real = shlex.join([str(shutil.which(CC[0])), *CC[1:]])
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *-luring*) exit 1;; esac\nexec {real} "$@"\n')
     compiler.chmod(0o755)
     for value in ("require", "auto"):
-        settings = {"KVSWAP_URING": value, **OFF, "CC": str(compiler)}
-        command = ["make", "-n", f"BUILD={tmp_path}/make"] + [f"{name}={word}" for name, word in settings.items()]
-        if tool == "cmake":
-            command = ["cmake", "-S", str(ROOT), "-B", f"{tmp_path}/{value}", f"-DCMAKE_C_COMPILER={compiler}"]
-            command += [f"-D{name}={word}" for name, word in settings.items() if name != "CC"]
-        done = run(command)
+        settings = [f"-DCMAKE_C_COMPILER={compiler}", f"-DKVSWAP_URING={value}", "-DKVSWAP_CUDA=off"]
+        done = run(["cmake", "-S", str(ROOT), "-B", f"{tmp_path}/{value}", *settings])
         if value == "require":
             assert done.returncode != 0 and "there is no liburing" in re.sub(r"\s+", " ", done.stderr), done.stderr
         else:
@@ -324,23 +292,16 @@ esac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", BUILDS)
-def test_kernels_are_embedded(tool: str, tmp_path: Path) -> None:
+def test_kernels_are_embedded(tmp_path: Path) -> None:
     """By an nvcc that only pretends: architectures that it does not know are left out, and its output is embedded."""
-    need(tool, "make", "python3", CC[0])
+    need("cmake", "make", "python3", CC[0])
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(NVCC)
     nvcc.chmod(0o755)
-    folder = tmp_path / "build"
-    if tool == "make":
-        settings = [f"KVSWAP_NVCC={nvcc}", "KVSWAP_CUDA=require", "KVSWAP_URING=off", f"CC={shlex.join(CC)}"]
-        succeed(["make", f"BUILD={folder}", *settings, f"{folder}/objects/cuda/fatbin.o"])
-    else:
-        settings = [f"-DKVSWAP_NVCC={nvcc}", "-DKVSWAP_CUDA=require", "-DKVSWAP_URING=off", *cmake_compiler()]
-        succeed(["cmake", "-G", "Unix Makefiles", "-S", str(ROOT), "-B", str(folder), *settings])
-        rules = "CMakeFiles/kvswap_objects.dir"
-        succeed(["make", "-f", f"{rules}/build.make", f"{rules}/csrc/cuda/fatbin.c.o"], folder)
-    found = list(folder.rglob("fatbin*.o"))
-    assert len(found) == 1
-    data = found[0].read_bytes()
+    folder, rules = tmp_path / "build", "CMakeFiles/kvswap_objects.dir"
+    settings = [f"-DKVSWAP_NVCC={nvcc}", "-DKVSWAP_CUDA=require", "-DKVSWAP_URING=off", *cmake_compiler()]
+    succeed(["cmake", "-G", "Unix Makefiles", "-S", str(ROOT), "-B", str(folder), *settings])
+    succeed(["make", "-f", f"{rules}/build.make", f"{rules}/csrc/cuda/fatbin.c.o"], folder)
+    (found,) = folder.rglob("fatbin*.o")
+    data = found.read_bytes()
     assert b"not really a fatbin" in data and b"sm_80 sm_90" in data and b"sm_120" not in data

@@ -1,4 +1,4 @@
-"""The code that builds and releases the package: setup.py's modules and packaging/, without a compiler or a network."""
+"""The code that builds and releases the package: packaging/, without a compiler or a network."""
 
 # mypy: disable-error-code="import-not-found,no-untyped-call"
 
@@ -26,26 +26,26 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not ru
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import setup_cuda
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    from kvswap_build import cuda
 
-    return setup_cuda
+    return cuda
 
 
 @pytest.fixture
 def nvrtc(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import setup_nvrtc
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    from kvswap_build import nvrtc
 
-    return setup_nvrtc
+    return nvrtc
 
 
 @pytest.fixture
 def readme(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import setup_readme
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    from kvswap_build import readme
 
-    return setup_readme
+    return readme
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def test_the_package_itself_needs_no_test_bindings() -> None:
 
 def test_a_stale_build_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the C sources by the stamp, of an installed copy by its files; what a build made does not count."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    import setup_digest as digest
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    from kvswap_build import digest
 
     for name in ("csrc/a.c", "csrc/py/sources.h", "kvswap/__init__.py", "kvswap/b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ CC = os.environ.get("CC") or "cc"
 
 @pytest.fixture
 def setup_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not (ROOT / "setup_compiler.py").is_file():
+    if not (ROOT / "packaging" / "kvswap_build").is_dir():
         pytest.skip("only in a source tree")
-    monkeypatch.syspath_prepend(str(ROOT))
-    import setup_compiler
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    from kvswap_build import compiler
 
-    yield setup_compiler
-    sys.modules.pop("setup_compiler", None)
+    return compiler
 
 
 @pytest.fixture

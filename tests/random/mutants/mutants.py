@@ -43,10 +43,9 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT / "packaging"), str(HERE)]
 import draw  # noqa: E402
-
-import setup_uring  # noqa: E402
+from kvswap_build import uring  # noqa: E402
 
 CC = shutil.which("gcc") or "gcc"
 COMPILE = [
@@ -60,7 +59,7 @@ COMPILE = [
     "-w",
 ]
 PYTHON = ["-fPIC", "-fvisibility=hidden", "-DNDEBUG", f"-I{sysconfig.get_path('include')}", f"-I{np.get_include()}"]
-URING = setup_uring.find_uring([CC])
+URING = uring.find_uring([CC])
 VERSION = re.search(r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 PYTHON += [f'-DKVSWAP_VERSION="{VERSION}"', *(["-DKVSWAP_URING=1"] if URING else [])]
 KINDS = {

@@ -1,10 +1,10 @@
-"""Writes the version, which stands in pyproject.toml, as numbers into a header. Used by setup.py; CMake and make do the
-same for libkvswap."""
+"""Writes the version, which stands in pyproject.toml, as numbers into a header. CMake does the same for
+libkvswap."""
 
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_header():

@@ -1,27 +1,17 @@
-"""Finds liburing for io_uring in the file tier. Used by setup.py: the build goes without where there is none."""
+"""Finds liburing for io_uring in the file tier. The build goes without where there is none."""
 
 import subprocess
 import tempfile
 from pathlib import Path
 
-PROGRAM = """
-#include <liburing.h>
-int probe(void);
-int probe(void) {
-  struct io_uring ring;
-  int fd = -1;
-  return io_uring_queue_init(1, &ring, 0) + io_uring_register_files_update(&ring, 0, &fd, 1);
-}
-"""
+PROGRAM = Path(__file__).resolve().parents[2] / "cmake" / "uring.c"
 # The archive first: it leaves nothing to be installed where the wheel goes, and its symbols stay inside. Not every
 # archive can be put into a library.
 WAYS = (["-l:liburing.a", "-Wl,--exclude-libs,liburing.a"], ["-luring"])
 
 
 def try_to_link(compiler, folder, link):
-    source = Path(folder, "probe.c")
-    source.write_text(PROGRAM)
-    command = [*compiler, "-fPIC", "-shared", "-Wl,-z,defs", str(source), "-o", str(Path(folder, "probe.so")), *link]
+    command = [*compiler, "-fPIC", "-shared", "-Wl,-z,defs", str(PROGRAM), "-o", str(Path(folder, "probe.so")), *link]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

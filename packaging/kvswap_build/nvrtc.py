@@ -1,5 +1,5 @@
 """Compiles the kernels without nvcc, by NVRTC and nvFatbin: both are plain libraries in the package index, and need
-neither a toolkit nor a host compiler. Used by setup_cuda.py."""
+neither a toolkit nor a host compiler. Used by cuda.py."""
 
 import ctypes
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Compiles the kernels into one fatbin, by nvcc or by NVRTC. setup.py lists the environment variables that choose;
-CMakeLists.txt and Makefile use this as a program."""
+"""Compiles the kernels into one fatbin, by nvcc or by NVRTC. extension.py lists the environment variables that choose;
+CMakeLists.txt uses this as a program."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ import sys
 from glob import glob
 from pathlib import Path
 
-import setup_nvrtc
+from . import nvrtc
 
 # What compiles the wheels' kernels (KVSWAP_NVCC=index): the last release of CUDA 12, for what the one of CUDA 13 makes
 # is refused by drivers of CUDA 12 (docs/packaging.md).
@@ -81,11 +81,11 @@ def compile_fatbin(nvcc, target, flags=()):
 
 def compile_by_index(target):
     libraries = index_libraries()
-    compiler = setup_nvrtc.Compiler(*libraries)
+    compiler = nvrtc.Compiler(*libraries)
     if not INDEX["nvidia-cuda-nvrtc-cu12"].startswith(compiler.version + "."):
         raise OSError(f"{libraries[0]} is of CUDA {compiler.version}: pip install {' '.join(REQUIREMENTS)}")
     archs = [*(f"sm_{arch}" for arch in SASS), f"compute_{SASS[0]}"]
-    if is_stale(target, " ".join(archs), *libraries, "setup_nvrtc.py"):
+    if is_stale(target, " ".join(archs), *libraries, nvrtc.__file__):
         target.write_bytes(compiler.fatbin(SOURCE, archs, ["-Icsrc"]))
         target.with_suffix(".txt").write_text(" ".join(archs))
     return " ".join(archs)
@@ -100,7 +100,7 @@ def is_stale(target, text, *tools):
 
 
 def main(words):
-    """For CMake and make, from the root of the sources. `find` prints the path of nvcc, or why there is none to stderr.
+    """For CMake, from the root of the sources. `find` prints the path of nvcc, or why there is none to stderr.
     `build FOLDER` writes kvswap.fatbin there, and fatbin.flags: what the C compiler needs to embed it."""
     nvcc, why = find_nvcc(os.environ.get("KVSWAP_NVCC", ""))
     if not nvcc:

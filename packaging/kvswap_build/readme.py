@@ -1,4 +1,4 @@
-"""The README as a package index shows it: an index has none of the files that its links name. Used by setup.py."""
+"""The README as a package index shows it: an index has none of the files that its links name."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Says what is missing to compile kvswap, before setuptools fails with pages of output, and compiles on all processors.
-Used by setup.py."""
+"""Says what is missing to compile kvswap, before setuptools fails with pages of output, and compiles on all
+processors."""
 
 import itertools
 import os

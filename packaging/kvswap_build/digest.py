@@ -1,10 +1,10 @@
-"""A digest of the C sources, stamped into the extension by setup.py; tests and .ci/quick compare it."""
+"""A digest of the C sources, stamped into the extension by a build; tests and .ci/quick compare it."""
 
 import hashlib
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "py" / "sources.h"
 MADE = {"kvswap_version.h", "sources.h"}  # by a build
 
@@ -20,7 +20,7 @@ def of_sources(root=ROOT):
 
 
 def write_header():
-    text = f'/* Made by setup_digest.py. */\n#define KVSWAP_SOURCES "{of_sources()}"\n'
+    text = f'/* Made by digest.py. */\n#define KVSWAP_SOURCES "{of_sources()}"\n'
     if not HEADER.exists() or HEADER.read_text() != text:
         HEADER.write_text(text)
 
