@@ -17,21 +17,23 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(ROOT / "packaging")]
 
 import docstrings  # noqa: E402
+from kvswap_build import readme  # noqa: E402
 
 import kvswap  # noqa: E402
 
 project = "kvswap"
 author = copyright = "the kvswap authors"
 release = version = kvswap.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 
 NAVIGATION = {  # captions; pages, with a shorter title where one serves
     "Start": [
-        "Python: start/python", "C: start/c", "vLLM: start/vllm", "SGLang: start/sglang",
-        "TensorRT-LLM: start/tensorrt-llm", "FastDeploy: start/fastdeploy", "examples",
+        "which", "Python: start/python", "C: start/c", "vLLM: start/vllm", "SGLang: start/sglang",
+        "LMCache: start/lmcache", "TensorRT-LLM: start/tensorrt-llm", "FastDeploy: start/fastdeploy", "coming-from",
+        "examples",
     ],
     "Understand": ["concepts", "glossary", "architecture", "performance"],
     "How to": ["howto/path", "howto/pool", "howto/order", "howto/failure", "howto/calibrate", "howto/metrics"],
@@ -42,7 +44,10 @@ NAVIGATION = {  # captions; pages, with a shorter title where one serves
     "Engines": ["vllm", "sglang", "lmcache", "trtllm", "fastdeploy"],
     "Reference": ["api/index", "C: c"],
     "Help": ["troubleshooting", "faq"],
-    "Project": ["../CHANGELOG", "packaging", "Trust: security", "../SECURITY", "../CONTRIBUTING"],
+    "Project": [
+        "roadmap", "../CHANGELOG", "packaging", "Trust: security", "../SECURITY", "../CONTRIBUTING",
+        "../CODE_OF_CONDUCT",
+    ],
 }  # fmt: skip
 
 # Pages of modules that this build does not have: neither they nor their rows are in the site.
@@ -50,13 +55,15 @@ MODULE_PAGES = {path.name: path.stem.replace("-", ".") for path in (HERE / "api"
 ABSENT = [name for name, module in MODULE_PAGES.items() if importlib.util.find_spec(module) is None]
 
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/*/*.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"]
+include_patterns = ["docs/*.md", "docs/*/*.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"]
 exclude_patterns = ["**/.*", ".venv", "build", "dist", *(f"docs/api/{name}" for name in ABSENT)]
 myst_heading_anchors = 3  # as a code host makes them
 nitpicky = False
 
 html_theme = "furo"
 html_title = f"kvswap {release}"
+if readme.REPOSITORY:  # "edit this page"
+    html_theme_options = {"source_repository": readme.REPOSITORY, "source_branch": "main", "source_directory": ""}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = False

@@ -5,7 +5,9 @@
 In an environment with packaging/requirements.txt, on a clean checkout with the tag v<version>: checks that tag, version
 and CHANGELOG agree; builds the sdist and the wheels; checks them; installs each wheel for this machine in an empty
 environment and tries it there; runs some of the sdist's own tests from the sdist. --dry-run leaves out what needs a tag
-and a clean checkout. Other options are those of packaging/wheels.py."""
+and a clean checkout. --all is what comes before a tag: .ci/run first, which takes 15 minutes, then all of this without
+the tag; it fails where anything would keep the tagged commit from being released. Other options are those of
+packaging/wheels.py."""
 
 import argparse
 import os
@@ -51,8 +53,35 @@ def git(*args):
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def problems(version, changelog, tags, changes):
+CHANGES_NOTHING = re.compile(r"(benchmarks/results|docs|tests|monitoring|examples)/|[A-Z_]+\.md$|CITATION\.cff$")
+
+
+def stale_records(results=ROOT / "benchmarks/results", changed=None):
+    """Records of a GPU that another code made, one text each: of a commit that this one does not come from, or since
+    which more than documents and tests has changed. changed: by a commit, the files since then; None: ask git."""
+    for path in sorted(Path(results).glob("h*00/*.txt")):
+        with path.open(encoding="utf-8") as file:
+            first = re.match(r"# kvswap ([0-9a-f]{7,40})\b", file.readline())
+        if not first:
+            yield f"{path.name} of {path.parent.name} names no commit"
+            continue
+        files = (changed or changed_since)(first[1])
+        if files is None:
+            yield f"{path.parent.name}/{path.name} was made by {first[1]}, which this commit does not come from"
+        elif other := [name for name in files if not CHANGES_NOTHING.match(name)]:
+            since = f"{len(other)} files changed since: {other[0]}, ..."
+            yield f"{path.parent.name}/{path.name} was made by {first[1]}; {since}"
+
+
+def changed_since(commit):
+    """The files; None: this commit does not come from that one."""
+    ancestor = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
+    return git("diff", "--name-only", commit, "HEAD").split() if ancestor.returncode == 0 else None
+
+
+def problems(version, changelog, tags, changes, stale=()):
     """What keeps this checkout from being released, one text each."""
+    yield from stale
     heading = re.search(rf"^## \[{re.escape(version)}\](.*)$", changelog, re.MULTILINE)
     if not heading:
         yield f"CHANGELOG.md has no heading [{version}]"
@@ -102,6 +131,7 @@ def try_sdist(sdist, python, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="print what keeps this from being a release, and go on")
+    parser.add_argument("--all", action="store_true", help="before a tag: run .ci/run, then all of this without a tag")
     parser.add_argument(
         "--wheels", type=Path, help="a folder of wheels that were built before, by CI say: none are built"
     )
@@ -115,14 +145,18 @@ def main():
         parser.error("--liburing or --wheels is needed")
     version = version_of((ROOT / "pyproject.toml").read_text())
 
-    step(f"kvswap {version}: tag, changelog, checkout")
-    tags = git("tag", "--points-at", "HEAD").split()
-    found = list(problems(version, (ROOT / "CHANGELOG.md").read_text(), tags, git("status", "--porcelain")))
+    step(f"kvswap {version}: tag, changelog, checkout, records")
+    tags = [f"v{version}"] if args.all else git("tag", "--points-at", "HEAD").split()
+    changelog, changes = (ROOT / "CHANGELOG.md").read_text(), git("status", "--porcelain")
+    found = list(problems(version, changelog, tags, changes, stale_records()))
     print("\n".join(found) or "ok")
     if found and not args.dry_run:
         raise SystemExit("release: not ready; --dry-run goes on all the same")
     if args.out.exists() and any(args.out.iterdir()):
         raise SystemExit(f"release: {args.out} is not empty")
+    if args.all:
+        step("all checks: .ci/run")
+        run(ROOT / ".ci/run", cwd=ROOT)
     os.environ.setdefault("SOURCE_DATE_EPOCH", git("log", "-1", "--format=%ct") or "315532800")
 
     step("sdist")

@@ -23,10 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import ziglang  # noqa: E402
 from kvswap_build import cuda  # noqa: E402
-
-ZIG = Path(ziglang.__file__).with_name("zig")
 
 GLIBC = "2.28"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.14t")
@@ -77,6 +74,15 @@ class Interpreter:
         return python
 
 
+def zig():
+    """The program of the package ziglang."""
+    try:
+        import ziglang
+    except ImportError:
+        raise SystemExit("there is no ziglang: pip install -r packaging/requirements.txt") from None
+    return Path(ziglang.__file__).with_name("zig")
+
+
 def interpreters(paths):
     """Those that were named; else one for each of VERSIONS that is here."""
     pyenv = sorted(Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv").glob("versions/*/bin"), reverse=True)
@@ -95,7 +101,7 @@ def compiler(folder, arch):
     """A script that is a C compiler for glibc 2.28 of that machine; programs expect its name to be one word."""
     script = folder / "cc"
     uring = folder / "liburing"
-    words = [ZIG, "cc", "-target", f"{arch}-linux-gnu.{GLIBC}"]
+    words = [zig(), "cc", "-target", f"{arch}-linux-gnu.{GLIBC}"]
     words += [f"-isystem{uring}/include", f"-L{uring}/lib"]
     (uring / "lib").mkdir(parents=True, exist_ok=True)
     script.write_text(f'#!/bin/sh\nexec {" ".join(map(str, words))} "$@" -g0\n')
@@ -113,7 +119,7 @@ def build_liburing(archive, folder, cc):
     (source,) = (folder / "source").iterdir()
     run("./configure", "--use-libc", f"--cc={cc}", f"--cxx={cc}", cwd=source)
     flags = "CFLAGS=-O3 -g0 -fPIC -fvisibility=hidden"
-    run("make", "-s", "-C", "src", "ENABLE_SHARED=0", flags, f"AR={ZIG} ar", "liburing.a", cwd=source)
+    run("make", "-s", "-C", "src", "ENABLE_SHARED=0", flags, f"AR={zig()} ar", "liburing.a", cwd=source)
     shutil.copytree(source / "src/include", folder / "liburing/include", dirs_exist_ok=True)
     shutil.copy(source / "src/liburing.a", folder / "liburing/lib")
 
@@ -152,6 +158,7 @@ def main():
     parser.add_argument("--require-all", action="store_true", help=f"fail unless there are {', '.join(VERSIONS)}")
     args = parser.parse_args()
 
+    zig()  # before anything is built
     found = interpreters(args.python)
     if missing := [version for version in VERSIONS if version not in found]:
         print(f"left out, for there is no interpreter: {', '.join(missing)}", file=sys.stderr)

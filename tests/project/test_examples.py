@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, elsewhere, run_python
 
+from kvswap import _doctor_config
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"vllm_offload": ["vllm"]}  # an engine and its model: docs/vllm.md says where it was run
 NEEDS_ON_A_GPU = {"fastdeploy_ops": ["torch"], "offload_jobs": ["torch"], "trtllm_connector": ["torch"]}
@@ -116,3 +118,34 @@ def run(folder: Path, *command: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+CONTAINER = ROOT / "examples" / "vllm_container"
+
+
+def test_what_the_compose_file_names_is_there() -> None:
+    text = (CONTAINER / "compose.yaml").read_text()
+    mounted = re.findall(r"^ +- (\.\S+?):/\S+:ro$", text, re.MULTILINE)
+    assert len(mounted) == 5 and [name for name in mounted if not (CONTAINER / name).is_file()] == []
+    assert (CONTAINER / re.findall(r"context: (\S+)", text)[0] / re.findall(r"dockerfile: (\S+)", text)[0]).is_file()
+    published = re.findall(r'^ +- "(\S+:\d+:\d+)"$', text, re.MULTILINE)
+    assert len(published) == 2 and all(port.startswith("127.0.0.1:") for port in published)
+    port = re.findall(r'KVSWAP_METRICS_PORT: "0\.0\.0\.0:(\d+)"', text)[0]
+    assert f"vllm:{port}" in (CONTAINER / "prometheus.yml").read_text() and f":{port}:" not in text
+
+
+def test_the_compose_file_has_a_configuration_that_kvswap_takes(tmp_path: Path) -> None:
+    text = re.sub(r"\$\{CPU_BYTES:-(\d+)\}", r"\1", (CONTAINER / "compose.yaml").read_text())
+    given = " ".join(re.findall(r"--kv-transfer-config\n +- >-\n((?: {8}.*\n)+)", text)[0].split())
+    (tmp_path / "config.json").write_text(given)
+    found = _doctor_config.read(str(tmp_path / "config.json"))
+    assert (found.engine.name, found.wrong, found.ignored) == ("vLLM", "", [])
+    assert found.host_nbytes == 32 << 30
+
+
+def test_the_files_of_the_containers_are_yaml() -> None:
+    yaml = pytest.importorskip("yaml", reason="the docs' extra brings it, which .ci/run installs")
+    for path in CONTAINER.rglob("*.y*ml"):
+        assert yaml.safe_load(path.read_text()), path
+    services = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"vllm", "prometheus", "grafana"}

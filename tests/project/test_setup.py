@@ -132,11 +132,10 @@ def test_no_link_of_the_readme_is_left_relative(readme: ModuleType) -> None:
 
 
 def release_problems(version: str, changelog: str, tags: list[str], changes: str) -> list[str]:
-    """problems() of packaging/release.py, which is imported without zig: wheels.py's tools are not here."""
+    """problems() of packaging/release.py."""
     script = (
-        "import sys, types, json\n"
+        "import sys, json\n"
         f"sys.path.insert(0, {str(ROOT / 'packaging')!r})\n"
-        "sys.modules['wheels'] = types.ModuleType('wheels')\n"
         "import release\n"
         f"print(json.dumps(list(release.problems({version!r}, {changelog!r}, {tags!r}, {changes!r}))))\n"
     )
@@ -152,6 +151,33 @@ def test_what_keeps_a_checkout_from_being_released() -> None:
     assert "has no date" in release_problems("1.2.0", "## [1.2.0]\n", ["v1.2.0"], "")[0]
     assert "no tag v1.2.0 (its tags: v1.1.0)" in release_problems("1.2.0", dated, ["v1.1.0"], "")[0]
     assert "not clean" in release_problems("1.2.0", dated, ["v1.2.0"], " M setup.py")[0]
+
+
+def test_a_record_of_another_commit_keeps_it_from_being_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    import release
+
+    (tmp_path / "h200").mkdir()
+    for name, commit in (("fresh", "aaaaaaa"), ("old", "bbbbbbb"), ("foreign", "ccccccc")):
+        (tmp_path / "h200" / f"{name}.txt").write_text(f"# kvswap {commit}, h200: benchmarks/record.sh OUT {name}\n")
+    (tmp_path / "h200" / "none.txt").write_text("numbers\n")
+    since = {"aaaaaaa": ["docs/index.md", "README.md", "tests/core/test_swap.py"], "bbbbbbb": ["docs/a.md", "csrc/x.c"]}
+    found = list(release.stale_records(tmp_path, since.get))
+    assert found == [
+        "h200/foreign.txt was made by ccccccc, which this commit does not come from",
+        "none.txt of h200 names no commit",
+        "h200/old.txt was made by bbbbbbb; 1 files changed since: csrc/x.c, ...",
+    ]
+    assert list(release.problems("1", "## [1] - 2026-01-31", ["v1"], "", found))[:3] == found
+
+
+@pytest.mark.parametrize("script", ["wheels", "release"])
+def test_the_scripts_explain_themselves_without_their_tools(script: str) -> None:
+    command = [sys.executable, str(ROOT / "packaging" / f"{script}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "--liburing" in done.stdout, done.stderr
 
 
 def test_the_changelog_has_this_version() -> None:
