@@ -21,7 +21,7 @@ import zmq
 
 from kvswap import _C
 from kvswap.fastdeploy.manager import messages, places
-from kvswap.fastdeploy.manager.messages import Answer, Bye, Kind, Result, Submit, Task
+from kvswap.fastdeploy.manager.messages import Answer, Bye, Kind, Result, Submit, Task, result_of
 
 __all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 
@@ -29,7 +29,6 @@ _log = logging.getLogger("kvswap.manager")
 
 _POLL_MS = 50
 _CLOSE = 5.0  # seconds: limit for joining the thread
-_AT_ONCE = 200  # messages received before the next attempt to send
 _MOST_UNCOLLECTED = 65536
 _LAST_WORDS = 0.3  # seconds: how long messages are still received after the connection has ended
 Future: TypeAlias = "concurrent.futures.Future[Any]"
@@ -332,12 +331,7 @@ class Link:
     def _take(self, socket: zmq.Socket[bytes]) -> None:
         """Receive messages, a bounded number at once: requests must be sent even if messages arrive faster than they
         are read."""
-        for _ in range(_AT_ONCE):
-            try:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            peer = places.Peer(frame)
+        for (frame, *_), peer in places.received(socket):
             if not peer.ours:
                 self._warn("ignored a message of %s", peer)
                 continue
@@ -394,7 +388,7 @@ class Link:
                 if sent not in waiting and not sent.future.done():
                     if sent.task.event_type == Kind.SWAP2GPU:
                         self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
-                    self._end_locked(sent, _failed(sent.task, why))
+                    self._end_locked(sent, result_of(sent.task, False, 0, why))
             self._known_losses.clear()  # the numbers came from the rank 0 that died
             self._refuse_unsent_locked()
 
@@ -410,11 +404,6 @@ class Link:
                 del self._requests[asked.number]
                 self._discard_locked(asked.sent)
                 asked.future.set_exception(error)
-
-
-def _failed(task: Task, why: str) -> Result:
-    nodes, gpu_ids, cpu_ids = task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids
-    return Result(task.transfer_task_id, task.event_type, nodes, gpu_ids, cpu_ids, False, 0, why)
 
 
 @atexit.register

@@ -336,12 +336,12 @@ def test_a_manager_that_never_stops_talking(folder: Path, caplog: pytest.LogCapt
     frame = SimpleNamespace(get=lambda _: f"::{os.getuid()}:0:{os.getpid()}", buffer=b"\xc1")
     taken = []
 
-    def recv(flags: int, copy: bool) -> Any:
+    def recv_multipart(flags: int, copy: bool) -> Any:
         taken.append(1)
         assert len(taken) < 10_000
-        return frame
+        return [frame]
 
-    link._take(SimpleNamespace(recv=recv))
+    link._take(SimpleNamespace(recv_multipart=recv_multipart))
     assert 0 < len(taken) <= 1000 and len(caplog.records) == 1
 
 
@@ -414,7 +414,7 @@ def test_the_order_of_what_is_given_back(folder: Path) -> None:
         task = _link.Task("a", SWAP2CPU, [1], [1])
         first = link.next_ended()
         link.submit(task)
-        link._end(_link._failed(task, "it broke"))
+        link._end(messages.result_of(task, False, 0, "it broke"))
         link.submit(task)
         link.give_back(first)
         assert client.next_result(1).reason == "it broke" and client.under_way == 1

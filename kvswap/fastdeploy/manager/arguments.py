@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -310,24 +310,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     if args.slab and not args.create_cache_tensor:
         raise ValueError("--slab goes with --create_cache_tensor")
-    return Settings(
-        layout=_layout(args),
-        ranks=args.mp_num,
-        device=args.device or "",
-        directory=place_of(args),
-        create=args.create_cache_tensor,
-        slab=args.slab,
-        mps=args.mps,
-        keep_swap_space=args.keep_swap_space,
-        queue_limit=args.queue_limit,
-        rank_timeout=args.rank_timeout,
-        task_timeout=args.task_timeout,
-        step_timeout=args.step_timeout,
-        stop_timeout=args.stop_timeout,
-        metrics_port=None if args.metrics_port is None else args.metrics_port + args.rank,
-        log_format=args.log_format,
-        log_level=args.log_level,
-    )
+    other = {
+        "layout": _layout(args),
+        "ranks": args.mp_num,
+        "device": args.device or "",
+        "directory": place_of(args),
+        "create": args.create_cache_tensor,
+        "metrics_port": None if args.metrics_port is None else args.metrics_port + args.rank,
+    }
+    same = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in other}
+    return Settings(**other, **same)
 
 
 def disable_kernels() -> None:

@@ -54,7 +54,6 @@ from kvswap.fastdeploy.manager.messages import (
     Kind,
     Left,
     Restore,
-    Result,
     State,
     Step,
     StepDone,
@@ -62,6 +61,7 @@ from kvswap.fastdeploy.manager.messages import (
     Task,
     ToClient,
     ToRank,
+    result_of,
 )
 from kvswap.fastdeploy.manager.metrics import Metrics
 from kvswap.fastdeploy.manager.outbox import Outbox
@@ -222,7 +222,7 @@ class Coordinator:
         if not rank.here:
             return
         _log.warning("rank=%d pid=%d is lost: %s", number, rank.pid, why)
-        self._metrics.rank_lost(number)
+        self._metrics.count("ranks_lost", str(number))
         tasks = rank.tasks
         self.ranks[number] = _Rank(number, pid=rank.pid, phase=f"lost: {why}"[:500])
         if not gone:
@@ -297,7 +297,7 @@ class Coordinator:
         if why := self._full(client):
             return "full", why
         if why := self._wrong(task):
-            self._metrics.refused()
+            self._metrics.count("refused")
             return "refused", why
         return "ok", ""
 
@@ -439,22 +439,9 @@ class Coordinator:
             extra={"task": {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
                             "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}},
         )  # fmt: skip
-        self._outbox.deliver(
-            pending.client,
-            Result(
-                task.transfer_task_id,
-                task.event_type,
-                task.swap_node_ids,
-                task.gpu_block_ids,
-                task.cpu_block_ids,
-                ok,
-                rank,
-                reason,
-                pending.nbytes,
-                seconds,
-                {} if ok else _gpu_losses(pending, lost),
-            ),
-        )
+        losses = {} if ok else _gpu_losses(pending, lost)
+        result = result_of(task, ok, rank, reason, nbytes=pending.nbytes, seconds=seconds, lost=losses)
+        self._outbox.deliver(pending.client, result)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,12 @@ class Result(Message):
     lost: dict[int, int] = {}
 
 
+def result_of(task: Task, ok: bool, rank: int | None, reason: str, **more: Any) -> Result:
+    """The outcome of this task; more: further fields of Result."""
+    names = (task.transfer_task_id, task.event_type, task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids)
+    return Result(*names, ok, rank, reason, **more)
+
+
 class Closing(Message):
     """Rank 0 ends; its last message. Rank 0 waits a bounded time for Bye, because unread messages are lost with the
     connection."""

@@ -77,21 +77,10 @@ class Metrics:
         if self._on:
             self._of("queue_tasks").set(depth)
 
-    def refused(self) -> None:
+    def count(self, name: str, *labels: str) -> None:
+        """One more of a counter."""
         if self._on:
-            self._of("refused").inc()
-
-    def malformed(self) -> None:
-        if self._on:
-            self._of("malformed").inc()
-
-    def foreign_uid(self) -> None:
-        if self._on:
-            self._of("foreign_uid").inc()
-
-    def rank_lost(self, rank: int) -> None:
-        if self._on:
-            self._of("ranks_lost", str(rank)).inc()
+            self._of(name, *labels).inc()
 
     def close(self) -> None:
         if self._server is not None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvswap import _C
 from kvswap._regular import open_regular
 
 MOST_PORT = 65535
+_AT_ONCE = 200  # messages
 _MOST_PATH_NBYTES = 107  # limit of a Unix socket's path
 
 
@@ -142,6 +144,19 @@ class Peer:
 
     def __str__(self) -> str:
         return f"user {self.uid} (process {self.pid})"
+
+
+def received(socket: Any) -> Iterator[tuple[list[Any], Peer]]:
+    """The messages that have arrived at a socket, at most _AT_ONCE: their frames and their sender. Bounded, so that the
+    caller does its other work even if messages arrive faster than they are read."""
+    import zmq
+
+    for _ in range(_AT_ONCE):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        yield frames, Peer(frames[-1])
 
 
 def watch_process(pid: int) -> int | None:

@@ -52,7 +52,6 @@ _log = logging.getLogger("kvswap.manager")
 
 _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until unsent messages are tried again
-_AT_ONCE = 200  # messages received before the worker runs
 _KEPT_MESSAGES = 4096  # room in a socket's queues, beside tasks
 _SILENT = 3.0  # seconds without a delivered message after which an ending manager stops waiting for clients
 _LAST_WORDS = 1.0  # seconds that clients have to read rank 0's last messages
@@ -193,12 +192,7 @@ class Rank0:
     # -- messages in --------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            peer = places.Peer(frames[-1])
+        for frames, peer in places.received(self._socket):
             if not peer.ours:
                 self._foreign_uid(peer)
                 continue
@@ -212,14 +206,14 @@ class Rank0:
                     raise ValueError(f"{len(frames) - 1} parts: a message has one")
                 message = messages.to_server.decode(frames[1].buffer)
             except _DECODE_ERRORS as error:
-                self._metrics.malformed()
+                self._metrics.count("malformed")
                 _log.debug("malformed message of process %d: %s", peer.pid, error)
                 self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
                 continue
             self._handle(name, peer.pid, message)
 
     def _foreign_uid(self, peer: places.Peer) -> None:
-        self._metrics.foreign_uid()
+        self._metrics.count("foreign_uid")
         if time.monotonic() - self._warned > 1.0:  # at most once a second
             self._warned = time.monotonic()
             _log.warning("ignored a message of %s", peer)
@@ -409,14 +403,9 @@ class RankN:
             self._told = beat.generation
 
     def _take(self) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            peer = places.Peer(frame)
+        for (frame, *_), peer in places.received(self._socket):
             if not peer.ours:
-                self._metrics.foreign_uid()
+                self._metrics.count("foreign_uid")
                 continue
             if peer.unseen:
                 self._refused = peer.unseen
