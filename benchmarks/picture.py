@@ -16,11 +16,11 @@ ROW = re.compile(
 
 
 def draw(record: Path, picture: Path) -> None:
-    """A bar a row of the record's first table: the model's slow-down, and the copies' speed beside it."""
+    """A bar a row of the record's first table: by how much a step takes longer, and the copies' speed beside it."""
     first = record.read_text(encoding="utf-8").split("\n== ")[1]
     rows = [match.groupdict() for match in ROW.finditer(first)]
     names = [
-        "one bare copy"
+        "one plain copy of 256 MiB"
         if row["method"] == "one copy"
         else f"{row['shape'].rpartition(' x ')[0]}, "
         + {"layers": "host layer-first", "1x64k": "one layer"}.get(row["layout"].split("-")[-1], "host block-first")
@@ -31,12 +31,13 @@ def draw(record: Path, picture: Path) -> None:
         figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained"
     )
     axes = figure.subplots()
-    slowdown = [float(row["slowdown"]) for row in rows]
-    bars = axes.barh(names, slowdown, color=["grey"] + ["tab:blue"] * (len(rows) - 1))
-    axes.bar_label(
-        bars, [f"{value:.3f} at {row['gbps']} GB/s" for value, row in zip(slowdown, rows, strict=True)], padding=4
-    )
-    axes.set(xlim=(1, 1.11), xlabel="duration of a decode step beside the copies; without copies: 1")
+    longer = [100 * (float(row["slowdown"]) - 1) for row in rows]
+    bars = axes.barh(names, longer, color=["grey"] + ["tab:blue"] * (len(rows) - 1))
+    labels = [f"{value:.1f} % at {row['gbps']} GB/s" for value, row in zip(longer, rows, strict=True)]
+    axes.bar_label(bars, labels, padding=4)
+    card = re.search(r"\(([^()]+)\), beside", first)
+    axes.set_title(f"Copies to the host (D2H), {card[1] if card else 'GPU'}", loc="left", fontsize="medium")
+    axes.set(xlim=(0, 5), xlabel="a decode step takes so much longer while the copies run, %")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, metadata={"Date": None})

@@ -154,7 +154,7 @@ def order() -> Picture:
     p.arrow((424, 190), (458, 238))
     p.text(308, 222, "pool: reads a's slot", size=12)
     p.arrow((576, 238), (634, 102))
-    p.text(622, 180, "make_wait", size=12)
+    p.text(600, 222, "make_wait", size=12)
     p.text(170, 30, "time →", fill=FAINT, size=12)
     p.text(20, 306, "An arrow is a wait on the device. Stores and loads run side by side, and beside the model.",
            fill=FAINT, size=12)  # fmt: skip
