@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders whose modules tests and stand-ins of other folders import.
-ROOMS = [str(ROOT / "tests" / room) for room in ("", "core", "engines", "files", "remote", "stand_ins")]
+ROOMS = [str(ROOT / "tests" / room) for room in ("", "core", "engines", "files", "project", "remote", "stand_ins")]
 sys.path[:0] = ROOMS
 PATHS: tuple[str, ...] = get_args(CopyPath)
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
