@@ -96,8 +96,6 @@ def pytest_configure(config: pytest.Config) -> None:
     take_ctrl_c()
     config.stash[STDERR] = os.dup(2)  # the real one, while none is captured
     Gate.serial = bool(config.getoption("--serial"))
-    config.addinivalue_line("markers", "slow: takes seconds; part of CI all the same")
-    config.addinivalue_line("markers", "host_device: runs on a host device, whatever --device is")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -118,7 +116,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--part, which takes the same tests everywhere, and --device-only."""
+    """--part, which takes the same tests everywhere, --device-only, and the marker not_sanitized."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
@@ -127,8 +125,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used = [set(getattr(item, "fixturenames", ())) for item in items]  # by a test and its fixtures
         takes = [taken and "device_name" in names for taken, names in zip(takes, used, strict=True)]
         takes = [taken and not item.get_closest_marker("host_device") for item, taken in zip(items, takes, strict=True)]
+    if SANITIZED:
+        unfit = [item.get_closest_marker("not_sanitized") is not None for item in items]
+        config.stash[NOT_SANITIZED] = sum(unfit)
+        takes = [taken and not without for taken, without in zip(takes, unfit, strict=True)]
     config.hook.pytest_deselected(items=[item for item, taken in zip(items, takes, strict=True) if not taken])
     items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
+
+
+NOT_SANITIZED = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist says how many tests it has left out: all of them leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_sanitized"] = session.config.stash.get(NOT_SANITIZED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[NOT_SANITIZED] = getattr(node, "workeroutput", {}).get("not_sanitized", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(NOT_SANITIZED, 0):
+        terminalreporter.write_line(f"{left_out} tests left out under a sanitizer: marker not_sanitized")
 
 
 def pytest_collection_finish() -> None:

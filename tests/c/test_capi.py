@@ -140,6 +140,7 @@ def test_a_kvswap_without_a_table(mirror: Any, monkeypatch: pytest.MonkeyPatch) 
         load(Path(mirror.__file__))
 
 
+@pytest.mark.not_sanitized("builds an extension without the sanitizer")
 @pytest.mark.slow
 def test_the_setup_of_the_example(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="setuptools, with which the example is built, is not installed")

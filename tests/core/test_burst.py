@@ -193,6 +193,7 @@ def arrived(sides: Sides, work: Work) -> int:
     return int((here == there).all(axis=1).sum())
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_high_overtakes_background_in_every_interleaving(direction: int) -> None:
     """Of 64 slots' worth of background that has begun, hardly anything more arrives before all of `high` has."""
     for seed in range(1, 16):
@@ -312,6 +313,7 @@ def keep_right(sides: Sides, works: list[Work], call: str, direction: int, **fau
     return outcomes
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("call", ["swap", "batch"])
 @pytest.mark.parametrize("kind", ["threads", "seeds"])
 def test_no_stale_bytes_whatever_is_refused(tiny: kvswap.Device, direction: int, call: str, kind: str) -> None:
@@ -486,6 +488,7 @@ def test_many_transfers_of_one_lane(tiny: kvswap.Device, direction: int) -> None
         send_many(tiny, seed, direction)
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_many_transfers_of_one_lane_in_every_interleaving(direction: int) -> None:
     for seed in range(1, 31):
         device = testing.deterministic_device(seed)
@@ -607,6 +610,7 @@ def test_a_layer_is_there_when_its_event_is_reached(device: kvswap.Device, direc
             go_by_layers(device, layers_of(sizes, count, direction), stream=kvswap.Stream(device))
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_layers_in_every_interleaving(direction: int, sizes: tuple[int, ...]) -> None:
     for seed in range(1, 31 if sizes is SMALL else 6):
@@ -674,6 +678,7 @@ def check_pattern_of(sides: Sides, work: Work, tensor: int) -> Any:
     return check_pattern(sides.device, tensor_pointers(sides, work, tensor, False), work.nbytes[tensor], keys, stream)
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("sizes", [SMALL, LARGE[2:]], ids=["one group", "groups"])
 def test_a_call_of_a_layer_is_refused(
     request: pytest.FixtureRequest, device: kvswap.Device, direction: int, sizes: tuple[int, ...]

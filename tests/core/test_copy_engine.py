@@ -148,6 +148,7 @@ def test_many_bursts(tiny: kvswap.Device, direction: int, call: str) -> None:
         assert sides.run(work, call, path="burst").path == "burst"
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_many_bursts_in_every_interleaving(direction: int, count: int) -> None:
     """Whichever of a burst's two stages happens early or late."""
@@ -164,6 +165,7 @@ def test_blocks_larger_than_a_slot(tiny: kvswap.Device, direction: int) -> None:
         assert sides.run(plain(nbytes, tensors, count, direction), path="burst").path == "burst"
 
 
+@pytest.mark.not_sanitized("minutes: slots of a GPU's size")
 @pytest.mark.parametrize("call", CALLS)
 def test_slots_of_the_usual_size(device: kvswap.Device, direction: int, call: str) -> None:
     sides = Sides(device, 40 * MIB)
@@ -270,6 +272,7 @@ def test_two_bursts_of_one_direction(device: kvswap.Device, direction: int) -> N
         sides.check()
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_bursts_in_every_interleaving() -> None:
     """Two of each direction at once, from four streams."""
     for seed in range(1, 41):
@@ -378,6 +381,7 @@ def test_late_producers_and_consumers(
     store_and_load(device, path, on_stream, nbytes, count)
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 @pytest.mark.parametrize("on_stream", [True, False], ids=["S", "None"])
 def test_late_producers_and_consumers_in_every_interleaving(path: str, on_stream: bool) -> None:
     for seed in range(1, 31):
@@ -444,6 +448,7 @@ def faulty(request: pytest.FixtureRequest, tiny: kvswap.Device) -> Sides:
     return Sides(tiny if kind == "threads" else tiny_device(int(kind[5:])), MIB)
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_nth_of_an_operation_is_refused(faulty: Sides, direction: int, operation: str) -> None:
     outcomes = [refuse(faulty, four_bursts(direction), nth, operation) for nth in range(1, 24)]
@@ -452,6 +457,7 @@ def test_the_nth_of_an_operation_is_refused(faulty: Sides, direction: int, opera
         assert "again" in outcomes, outcomes
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("on_stream", [False, True], ids=["None", "S"])
 def test_the_nth_call_is_refused(faulty: Sides, direction: int, on_stream: bool) -> None:
     options = {"stream": kvswap.Stream(faulty.device)} if on_stream else {}
@@ -459,12 +465,14 @@ def test_the_nth_call_is_refused(faulty: Sides, direction: int, on_stream: bool)
     assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_refused_from_then_on(faulty: Sides, direction: int, operation: str) -> None:
     for nth in range(1, 20):
         refuse(faulty, four_bursts(direction), nth, operation, every=1)
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 def test_all_is_refused_from_then_on(faulty: Sides, direction: int) -> None:
     for nth in range(1, MOST_CALLS, 2):
         refuse(faulty, four_bursts(direction), nth, "", every=1)
@@ -524,6 +532,7 @@ def test_a_device_that_is_full_waits_for_nobody(device: kvswap.Device, path: str
     assert sides.run(work, path=path).path == path
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("call", ["batch", "move"])
 def test_lists_are_refused_too(faulty: Sides, direction: int, call: str) -> None:
     """By pointers: the kernel reads a list of pieces."""
@@ -531,6 +540,7 @@ def test_lists_are_refused_too(faulty: Sides, direction: int, call: str) -> None
     assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 def test_a_refusal_while_others_are_on_their_way(direction: int) -> None:
     """Three transfers, of which the first is late. Whatever the driver refuses of the second one, the third must not
     come into a slot before those before it have left it; if that cannot be told, it takes another path."""
@@ -593,6 +603,7 @@ def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int,
     return False
 
 
+@pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
 @pytest.mark.parametrize("one_stream", [False, True])
 @pytest.mark.parametrize("operation", ["stream_wait", "event_record"])
 def test_what_comes_after_a_burst_that_cannot_be_waited_for(direction: int, operation: str, one_stream: bool) -> None:
@@ -659,6 +670,7 @@ TRY = """
 """
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 @pytest.mark.parametrize(
     ("environment", "answers"),
     [
@@ -706,6 +718,7 @@ BATCHES = """
 """
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_no_batch_is_queued_where_the_environment_says_so() -> None:
     """Neither by copies nor by bursts: a batch that is refused is seen, since another attempt follows."""
     wanted = {"batch": ["dma dma 0", "burst burst 0"], "strided": ["dma dma 0", "burst dma 1"]}

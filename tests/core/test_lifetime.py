@@ -116,6 +116,7 @@ def test_the_same_name_is_the_same_device(device_name: str) -> None:
     silent(run(device_name, script))
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -136,6 +137,7 @@ def test_wrong_environment(device_name: str, name: str, value: str, message: str
     run(device_name, script, environment={name: value})
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_environment(device_name: str) -> None:
     script = """
     cache = Cache(kvswap.Device(NAME), 64, 64)

@@ -12,6 +12,8 @@ from conftest import run_python
 import kvswap
 from kvswap import _log, _switches, tracing
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -22,6 +22,8 @@ import kvswap
 from kvswap import _C, fastdeploy, offload
 from kvswap.files import FileStore, Layout
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 BLOCKS, NBYTES = 8, 64
 HOST = "host:77"
 

@@ -21,6 +21,8 @@ from conftest import ROOT, run_python
 
 from kvswap import _C, _devices
 
+pytestmark = pytest.mark.not_sanitized("processes with a made-up driver")
+
 CC = (os.environ.get("CC") or "cc").split()
 Run = Callable[..., subprocess.CompletedProcess[str]]
 BUILT = bool(_C._fatbin()["archs"])

@@ -445,6 +445,7 @@ def interleave(seed: int, **options: Any) -> int | None:
     return blocks.key_there()
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 @pytest.mark.parametrize("path", ["dma", "kernel", "direct"])
 def test_every_interleaving_keeps_the_order(path: str) -> None:
     for seed in SEEDS:
@@ -474,11 +475,13 @@ def readers_and_writers(seed: int, ordered: bool) -> bool:
     return blocks.key_there() == 100
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_every_interleaving_of_make_wait() -> None:
     assert all(readers_and_writers(seed, ordered=True) for seed in SEEDS)
     assert not all(readers_and_writers(seed, ordered=False) for seed in SEEDS)
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_every_interleaving_of_chains() -> None:
     """D2H into host slots, then H2D from the same slots on another lane, in the order that `after` gives."""
     wrong_without = 0

@@ -1065,6 +1065,7 @@ def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_the_suite_runs_with_sigint_ignored() -> None:
     """As it is for what a shell starts in the background: nohup pytest &."""
     run = run_pytest(
@@ -1075,6 +1076,7 @@ def test_the_suite_runs_with_sigint_ignored() -> None:
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_a_test_that_hangs_ends_with_its_stacks(tmp_path: Path) -> None:
     test = tmp_path / "test_one.py"
     test.write_text("import time\n\ndef test_that_hangs():\n    time.sleep(1000)\n")

@@ -21,6 +21,8 @@ from kvswap import cli
 from kvswap.fastdeploy.manager import arguments, caches, places
 from kvswap.fastdeploy.manager.arguments import Settings
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 
 def parse(*words: str) -> Settings:
     parser = argparse.ArgumentParser()

@@ -15,6 +15,8 @@ from conftest import ROOT
 
 import kvswap
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 

@@ -22,6 +22,8 @@ from test_fastdeploy_manager import CACHE_NBYTES, NAMES, Engine
 import kvswap
 from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, Result
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 RANKS = 2
 NOTHING = -1
 

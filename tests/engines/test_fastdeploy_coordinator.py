@@ -37,6 +37,8 @@ from kvswap.fastdeploy.manager.messages import (
 )
 from kvswap.fastdeploy.manager.metrics import Metrics
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 RANKS = 3
 
 

@@ -29,6 +29,8 @@ from kvswap.fastdeploy.manager import arguments, caches
 from kvswap.fastdeploy.manager.messages import Done, State, Task
 from kvswap.fastdeploy.manager.worker import Worker
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 
 @pytest.fixture(autouse=True)
 def _on_the_host(device_name: str) -> None:

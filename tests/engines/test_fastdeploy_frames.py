@@ -24,6 +24,8 @@ from managers import Manager  # noqa: E402
 from kvswap.fastdeploy.client import SWAP2CPU, ManagerError  # noqa: E402
 from kvswap.fastdeploy.manager import door, messages, places  # noqa: E402
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 READY = b"\x04\x26\x05READY" + b"\x0bSocket-Type\0\0\0\x06DEALER" + b"\x08Identity\0\0\0\0"

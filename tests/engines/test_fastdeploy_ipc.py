@@ -24,6 +24,8 @@ import kvswap
 from kvswap import _C, fastdeploy
 from kvswap.fastdeploy import ipc
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 _numbers = itertools.count()
 SHAPE = (10, 2, 4, 8)
 NBYTES = 10 * 2 * 4 * 8 * 2

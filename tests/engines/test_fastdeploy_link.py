@@ -31,6 +31,8 @@ from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, Ma
 from kvswap.fastdeploy.manager import messages, places, process
 from kvswap.fastdeploy.queue import EngineCacheQueue
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 SOCKET = """
     import os, sys, zmq
     from kvswap.fastdeploy.manager import messages

@@ -39,6 +39,8 @@ from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, Ma
 from kvswap.fastdeploy.manager import messages, places
 from kvswap.fastdeploy.queue import EngineCacheQueue, TaskFailed
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 TASKS = 10_000
 
 

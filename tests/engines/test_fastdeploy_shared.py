@@ -24,6 +24,8 @@ from kvswap import memory
 from kvswap.fastdeploy import ipc
 from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, Client, ManagerError
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 BLOCKS, BLOCK_NBYTES, LAYERS = 32, 64 << 10, 2  # 2 MiB each: a GPU's driver gives each its own memory
 SHAPE = f"{BLOCKS},8,32,128"
 MODEL = ("--num_layers", str(LAYERS), "--key_cache_shape", SHAPE, "--value_cache_shape", SHAPE,

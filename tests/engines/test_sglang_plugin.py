@@ -20,6 +20,8 @@ from sglang_copies_stand_in import NAMES, MHATokenToKVPoolHost, OtherHostPool, i
 from kvswap import _C
 from kvswap.sglang import _plugin, register, unregister
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 COPIES, MEMORY = _plugin.SWITCH, _plugin.MEMORY_SWITCH
 OURS = ("kvswap.sglang._copies", "kvswap.sglang._memory")
 

@@ -8,6 +8,8 @@ import pytest
 
 from kvswap.vllm._ahead import Ahead
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 RATE = 50_000_000_000  # bytes a second
 LOAD = 500_000_000  # 10 ms
 

@@ -16,6 +16,8 @@ import pytest
 from kvswap.vllm import _block_first, register
 from kvswap.vllm._plugin import PLANNER
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 
 def config(
     connector: str | None = "KVSwapConnector",

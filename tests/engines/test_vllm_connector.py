@@ -22,6 +22,8 @@ import kvswap
 from kvswap.offload import TransferResult
 from kvswap.vllm._handler import VLLMHandler
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 

@@ -20,6 +20,8 @@ import kvswap
 from kvswap import testing
 from kvswap.files import clear
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")

@@ -16,6 +16,8 @@ import pytest
 
 from kvswap.vllm import _finished
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 
 def request(computed, prompt, tokens, ended=True):
     return SimpleNamespace(

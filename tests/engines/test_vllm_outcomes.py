@@ -19,6 +19,8 @@ import pytest
 
 import kvswap.vllm
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 

@@ -26,6 +26,8 @@ from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSp
 from kvswap.vllm import _parts
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, overlap_of
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 LAYERS, PAGE, BLOCKS = 4, 512, 24
 

@@ -12,6 +12,8 @@ import pytest
 
 from kvswap.vllm._parts import LEAST_NBYTES, cut, cut_blocks, parts_of
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 KIB = 1 << 10
 
 

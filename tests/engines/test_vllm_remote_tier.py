@@ -19,6 +19,8 @@ base = pytest.importorskip("vllm.v1.kv_offload.base")
 of_files = pytest.importorskip("test_vllm_file_tier")
 from mooncake_nodes import Cluster  # noqa: E402
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 if not hasattr(base.LookupResult, "RETRY"):
     pytest.skip("this vLLM's lookups cannot be answered later", allow_module_level=True)
 if not of_files.BY_PATH:

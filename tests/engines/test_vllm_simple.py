@@ -22,6 +22,8 @@ from kvswap import testing
 from kvswap.vllm import _plugin
 from kvswap.vllm._simple import Copy, CopyBackend
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 BLOCKS, HOST_BLOCKS = 12, 20
 PAGES = [256, 656, 256]
 

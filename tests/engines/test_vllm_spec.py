@@ -32,6 +32,8 @@ from kvswap.offload import (
 from kvswap.vllm import _memory
 from kvswap.vllm._handler import VLLMHandler
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 
 class TheirHandler:
     """vLLM's own: it knows rows of chunks alone."""

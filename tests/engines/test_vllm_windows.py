@@ -13,6 +13,8 @@ import pytest
 
 from kvswap.vllm import _windows
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 FULL = SimpleNamespace(block_size=16, sliding_window=None)
 WINDOW = SimpleNamespace(block_size=16, sliding_window=64)
 CHUNKED = SimpleNamespace(block_size=16, attention_chunk_size=96)

@@ -21,6 +21,8 @@ from kvswap import _shared_files, cli, testing
 from kvswap.commands import files as command
 from kvswap.files import FileStore, Layout
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 NBYTES, SLOT = 5000, 12288
 SEGMENT = 4096 + 8 * SLOT
 LAYOUT = Layout(NBYTES, model="m", heads=8)

@@ -25,6 +25,8 @@ from kvswap import testing
 from kvswap.files import FileStore, FileTransfer, Layout
 from kvswap.lmcache import FileConnector
 
+pytestmark = pytest.mark.not_sanitized("counts the order of ends, which a sanitizer's pace changes")
+
 MIB = 1 << 20
 OVERDUE, LONGEST, SHARE = 0.1, 0.5, 16  # as in files/queue.h; and 64 MiB
 READ = 0.002  # seconds that a read takes at least

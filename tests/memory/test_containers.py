@@ -19,6 +19,8 @@ from kvswap import _C, memory
 from kvswap.memory import SharedPool
 from kvswap.typing import HostMemory
 
+pytestmark = pytest.mark.not_sanitized("control groups limit what a sanitizer needs")
+
 MIB = 1 << 20
 UNLIMITED = (1 << 64) - 1
 V1_UNLIMITED = 9223372036854771712

@@ -28,6 +28,8 @@ import kvswap
 from kvswap import memory, testing
 from kvswap.memory import SharedPool
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 FOLDER = Path("/dev/shm")
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20

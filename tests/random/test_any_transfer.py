@@ -148,6 +148,7 @@ def test_large_transfers(device: kvswap.Device, seeds: Seeds, faults: bool) -> N
             Round(sides, seed, streams, faults).run(seeds, LARGE, 4)
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 @pytest.mark.parametrize("faults", [False, True], ids=["", "refusals"])
 def test_every_interleaving(seeds: Seeds, faults: bool) -> None:
     """On devices that reorder all that nothing orders, each by its seed."""

@@ -134,6 +134,7 @@ def test_a_skipped_copy_is_found(own: kvswap.Device, monkeypatch: pytest.MonkeyP
         _C._set_fault(own, "copy", "none")
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 @pytest.mark.parametrize("kind", ["raw", "war", "waw"])
 def test_a_missing_wait_between_pools_is_found(own: kvswap.Device, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = World.__init__

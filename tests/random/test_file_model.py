@@ -212,6 +212,7 @@ def test_the_model(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytes
         print(f" seeds {first} to {seed - 1}, {operations} operations: {dict(counts)}", end="")
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_kill_9(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """500 points take half a minute: --long-seconds 60."""
     seed, limit = int(request.config.getoption("--long-seed")), float(request.config.getoption("--long-seconds"))

@@ -322,6 +322,7 @@ def test_threads(held: kvswap.Device, seeds: Seeds) -> None:
         assert min(seeds.waits.values()) >= 100_000
 
 
+@pytest.mark.not_sanitized("minutes: all interleavings")
 def test_every_interleaving(seeds: Seeds) -> None:
     """On devices that reorder all that nothing orders, each by its seed."""
     for seed in seeds:

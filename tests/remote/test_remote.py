@@ -26,6 +26,8 @@ from mooncake_nodes import Cluster, Raw
 
 from kvswap.remote import RemoteStore, _store
 
+pytestmark = pytest.mark.not_sanitized("Mooncake's nodes, which no sanitizer looks at")
+
 NBYTES = 64 << 10
 LEASE = 0.6
 

@@ -23,6 +23,8 @@ from kvswap.bench.shapes import FAMILIES, LAYOUTS, SPREAD, Place, Shape
 from kvswap.replay.check import WrongBytes
 from kvswap.replay.errors import UsageError
 
+pytestmark = pytest.mark.not_sanitized("measures, and measures the sanitizer")
+
 QUICK = ["bench", "--quick", "--bytes", "1MiB"]
 SHAPES = [
     Shape(3, 4096, 20),

@@ -24,6 +24,8 @@ from kvswap import _C, _rig, calibrate, cli, testing
 from kvswap.calibrate import DIRECTIONS, PATHS, SIZES, Point, Shape
 from kvswap.commands import calibrate as command
 
+pytestmark = pytest.mark.not_sanitized("measures, and measures the sanitizer")
+
 Output = pytest.CaptureFixture[str]
 MOVED = 64 << 20  # as on a GPU
 REFUSE = command.refuse_host_device

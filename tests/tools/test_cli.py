@@ -27,6 +27,8 @@ from kvswap.replay.errors import UsageError
 from kvswap.replay.progress import Progress, progress_line
 from kvswap.replay.run import Replay
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 SMALL = ["--bytes-per-block", "1KiB", "--allow-tiny", "--gpu-blocks", "12", "--host-blocks", "24"]
 KEYS = {
     "wrong_bytes",

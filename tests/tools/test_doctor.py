@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from kvswap import _doctor, _doctor_config, _options, cli
 from kvswap._engines import ENGINES, VLLM
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 CC = (os.environ.get("CC") or "cc").split()
 
 SCRIPT = """

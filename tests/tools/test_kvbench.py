@@ -12,9 +12,10 @@ import kvswap
 from kvswap import cli, testing
 from kvswap.replay.check import WrongBytes
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks" / "kvbench").exists(), reason="a source package has no benchmarks"
-)
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "benchmarks" / "kvbench").exists(), reason="a source package has no benchmarks"),
+    pytest.mark.not_sanitized("measures, and measures the sanitizer"),
+]
 WITHOUT = "matplotlib is not installed: .ci/run has a step with it"
 
 

@@ -27,6 +27,8 @@ from processes import Process
 import kvswap
 from kvswap import _metrics_port, _top_socket, info, metrics
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 MOVE = """
     a, b, ids = np.zeros(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8), np.arange(256)
     kvswap.swap_cache_per_layer(a, b, 4096, 256, 256, ids, ids, 0, device="host:0")

@@ -25,6 +25,8 @@ from kvswap.files import FileStore, Layout
 from kvswap.replay.errors import UsageError, check_writable
 from kvswap.replay.progress import Progress
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 LINE = "CUDA     no devices: there is no CUDA driver here: libcuda.so.1: cannot open shared object file"
 WITHOUT = "is not installed: .ci/run has a step with it"
 

@@ -27,6 +27,8 @@ from processes import Process
 import kvswap
 from kvswap import _top_socket, cli, metrics, top
 
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
 REQUEST = b"kvswap-metrics 1\n"
 MOVER = """
     from kvswap import metrics

@@ -17,6 +17,8 @@ from kvswap.replay import trace
 from kvswap.replay.errors import TraceError
 from kvswap.replay.trace import read_trace
 
+pytestmark = pytest.mark.not_sanitized("Python only")
+
 GOOD = {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 
