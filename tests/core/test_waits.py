@@ -81,6 +81,8 @@ QUICK = {
     "device.c:device_set_compute_stream": QUEUES,
     "device.c:device_register": QUEUES,
     "device_facts.c:kvs_py_device_stats": QUEUES,
+    "codec.c:decode": "decodes bytes in memory",
+    "codec.c:encode": "encodes bytes in memory",
     "disk.c:disk_check": QUEUES,
     "disk.c:queue": QUEUES,
     "event.c:event_create": QUEUES,
