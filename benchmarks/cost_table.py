@@ -36,7 +36,7 @@ def table(costs: _C._Costs, before: _C._Costs) -> str:
     lines = [_HEAD]
     for name, of_direction, kept in (("D2H", costs["d2h"], before["d2h"]), ("H2D", costs["h2d"], before["h2d"])):
         lines.append(f"    [KVS_{name}] = {{")
-        for path in ("auto", "dma", "strided", "burst", "kernel", "direct"):
+        for path in get_args(ForcedPath):
             lines += _path(path, of_direction.get(path, kept.get(path)))
         lines.append("    },")
     lines.append("  },")
@@ -46,8 +46,7 @@ def table(costs: _C._Costs, before: _C._Costs) -> str:
 
 def _path(path: str, cost: _C._PathCost | None) -> Iterator[str]:
     name = f"      [KVS_PATH_{path.upper()}] ="
-    if cost is None:
-        yield f"{name} {{.start = -1}},"
+    if cost is None:  # unknown
         return
     yield f"{name} {{.start = {cost['start']:.15g}, .extra = {cost['extra']:.15g},"
     yield f"        .each = {{{_numbers(cost['each'])}}}{',' if cost['run'] else '},'}"

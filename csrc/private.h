@@ -71,6 +71,12 @@ int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t tim
 int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst, enum kvs_direction *direction,
                           struct kvs_error *err);
 
+/* -- paths/table.c ------------------------------------------------------------------------------------------------- */
+
+/* Of paths, for what is said of devices that are not open. threads: the device's copy, so that it is a host device. */
+bool kvs_path_needs_kernels(enum kvs_path path);
+bool kvs_path_needs_threads(enum kvs_path path);
+
 /* -- paths/slots.c ------------------------------------------------------------------------------------------------- */
 
 /* Why path burst is off, or has less memory than wanted; empty: neither. */

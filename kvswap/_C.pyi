@@ -82,11 +82,7 @@ class Device:
         """str: 'cuda' or 'host'."""
     @property
     def info(self) -> OpenedInfo:
-        """dict: name, pci, uuid, memory (bytes), memory_gbps (its bandwidth; 0: unknown, or a host device),
-        max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major, cc_minor, sms, copy_engines,
-        numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note,
-        burst ('on', or why path 'burst' is off or has less memory than wanted), slots_nbytes (GPU memory that it
-        uses), costs (source of the costs by which path 'auto' predicts)."""
+        """dict: facts of the device; kvswap.typing.OpenedInfo says what each is."""
     @property
     def lost(self) -> bool:
         """bool: the device is lost after an asynchronous fault; every transfer on it fails."""
@@ -371,7 +367,7 @@ class Transfer(_AnyTransfer):
         """float: seconds from the call until a call of kvswap saw the end; None while it runs."""
     @property
     def path(self) -> str:
-        """str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'."""
+        """str: the path taken, one of kvswap.typing.ForcedPath."""
 
 @final
 class Pool:
@@ -483,7 +479,7 @@ class OffloadMap:
           and no stream waits.
         after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
           error.
-        path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+        path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
         priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
           bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
           calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -687,7 +683,7 @@ def swap_blocks_batch(
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
     device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -736,7 +732,7 @@ def swap_cache_per_layer(
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
     device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -783,7 +779,7 @@ def swap_cache_per_layer_async(
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
     device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -833,7 +829,7 @@ def swap_cache_all_layers(
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
     device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -883,7 +879,7 @@ def swap_cache_all_layers_async(
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
     device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -945,7 +941,7 @@ def move_blocks(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
+    path: 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct': docs/paths.md says how each copies.
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
@@ -1432,6 +1428,9 @@ def _cuda_info(ordinal: int) -> CudaInfo:
 def _fatbin() -> BuildInfo:
     """The kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}."""
 
+def _paths() -> list[_PathFacts]:
+    """The paths: of each its name, and whether it needs kernels, or a host device's threads."""
+
 def _host_memory(root: str) -> HostMemory:
     """What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.
     root: put before every path that is read; '': this machine."""
@@ -1441,6 +1440,11 @@ def _environment() -> str:
 
 def _shutdown(timeout: float) -> None:
     """Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted."""
+
+class _PathFacts(TypedDict):
+    name: str
+    kernels: bool
+    threads: bool
 
 class _ExportFields(TypedDict):
     device: str

@@ -23,9 +23,8 @@ class DeviceInfo:
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. memory_gbps: 0 on a host device, and where it is not known. sms, copy_engines: 0 on a host
-    device. pci: "0000:01:00.0". link: the most that it can do. driver: the CUDA version it is for. paths: "dma",
-    "strided", "burst", "kernel" and "direct", each "on", or why not. missing: what a GPU lacks for full speed, with the
-    cost and the cure.
+    device. pci: "0000:01:00.0". link: the most that it can do. driver: the CUDA version it is for. paths: each
+    by its name "on", or why not. missing: what a GPU lacks for full speed, with the cost and the cure.
     """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
@@ -38,7 +37,7 @@ class DeviceInfo:
     pci: str  # "0000:01:00.0"; empty on a host device
     link: str  # "32.0 GT/s PCIe x16", the most that the link can do; empty where it is not known
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
-    paths: dict[str, str]  # "dma", "strided", "burst", "kernel", "direct"
+    paths: dict[str, str]  # by the names of kvswap.typing.ForcedPath: "on", or why not
     missing: list[str] = field(default_factory=list)  # what it lacks for full speed, what that costs, and the cure
 
 
@@ -65,7 +64,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         pci=info["pci"],
         link=_link(info["pci"]),
         driver=_version(info["driver"]),
-        paths=_paths(_kernel_path(info), "only host devices copy by threads"),
+        paths=_paths(kernels=_kernel_path(info), threads="only host devices copy by threads"),
         missing=missing(info, opened=False),
     )
 
@@ -122,7 +121,7 @@ def say_opened(name: str, info: CudaInfo) -> None:
         import logging
 
         why_not = _kernel_path(info) if info["kernels"] else "they are not loaded"
-        paths = _paths(why_not, "") if cuda else _host().paths
+        paths = _paths(kernels=why_not, threads="") if cuda else _host().paths
         driver = f", driver for CUDA {_version(info['driver'])}" if cuda else ""
         on = ", ".join(path for path, state in paths.items() if state == "on")
         folder = os.path.dirname(os.path.abspath(__file__))
@@ -177,18 +176,15 @@ def _host() -> DeviceInfo:
         pci="",
         link="",
         driver="",
-        paths=_paths(_disabled("kernel") or "on", "on"),
+        paths=_paths(kernels=_disabled("kernel") or "on", threads="on"),
     )
 
 
-def _paths(kernel: str, direct: str) -> dict[str, str]:
-    """kernel, direct: on, or why not."""
+def _paths(*, kernels: str, threads: str) -> dict[str, str]:
+    """Each path: on, or why not; kernels and threads: whether there is what it may need."""
     return {
-        "dma": "on",
-        "strided": _disabled("strided") or "on",
-        "burst": _disabled("burst") or kernel,
-        "kernel": kernel,
-        "direct": direct,
+        path["name"]: _disabled(path["name"]) or (kernels if path["kernels"] else threads if path["threads"] else "on")
+        for path in _C._paths()
     }
 
 

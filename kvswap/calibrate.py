@@ -205,7 +205,7 @@ def points(path: ForcedPath, direction: Direction, moved: int) -> list[Point]:
             return [start(_FEW_LAYERS), extra, *together, *run]
         case "kernel":
             return [start(1), *each(1), *every("run", lambda size: replace(many(size, 1), skew=True))]
-        case "direct":
+        case _:
             return [start(1), *each(1)]
 
 

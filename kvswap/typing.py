@@ -140,24 +140,24 @@ Blocks: TypeAlias = Union["Pool", Sequence["Pool"], Address, Addresses]
 class CudaInfo(TypedDict):
     """What is known of a device without opening it."""
 
-    name: str
-    pci: str
+    name: str  # "NVIDIA H200"
+    pci: str  # "0000:01:00.0"; empty: a host device
     uuid: str
-    memory: int
-    memory_gbps: int
-    max_pitch: int
-    driver: int
+    memory: int  # bytes
+    memory_gbps: int  # its bandwidth; 0: unknown, or a host device
+    max_pitch: int  # largest pitch of a 2-D copy, bytes
+    driver: int  # the CUDA version that it is for, 13000 for 13.0; 0: a host device
     cc_major: int
     cc_minor: int
     sms: int
     copy_engines: int
-    numa_node: int
-    priority_low: int
+    numa_node: int  # -1: unknown
+    priority_low: int  # of streams, as the driver has them: low >= high
     priority_high: int
-    batch: bool
-    memops: bool
-    kernels: bool
-    kernels_note: str
+    batch: bool  # the driver has a call for many copies
+    memops: bool  # stream memory operations work
+    kernels: bool  # kernels are loaded
+    kernels_note: str  # from what image, or why not
 
 
 class BuildInfo(TypedDict):
@@ -188,9 +188,9 @@ class ArrayInterface(TypedDict):
 class OpenedInfo(CudaInfo):
     """Device.info."""
 
-    burst: str
-    slots_nbytes: int
-    costs: str
+    burst: str  # "on", or why path burst is off or has less memory than wanted
+    slots_nbytes: int  # GPU memory that path burst uses
+    costs: str  # the source of the costs by which path auto predicts
 
 
 class PathStats(TypedDict):

@@ -25,13 +25,10 @@ _MOST_LINES = 6
 _WAYS = {"D2H": "GPU to host (D2H)", "H2D": "host to GPU (H2D)", "both": "both directions at once"}
 _BY_HAND = "fastest by hand"
 _BARE = "one bare copy"
-_COLOURS = {
+_PATH_COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#b279a2", "#9d755d", "#ff9da6", "#d37295", "#86bcb6", "#b6992d")
+_COLOURS: dict[str, str] = {
     "auto": "#c1272d",
-    "dma": "#4c78a8",
-    "strided": "#72b7b2",
-    "burst": "#54a24b",
-    "kernel": "#b279a2",
-    "direct": "#9d755d",
+    **dict(zip(PATHS, _PATH_COLOURS, strict=False)),
     "high": "#f58518",
     "background": "#eeca3b",
     _BY_HAND: "#6b6b6b",

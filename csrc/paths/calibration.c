@@ -308,7 +308,7 @@ static void write_keys(FILE *file, const struct kvs_costs *costs) {
     struct key key = key_at(&copy, i);
     double tuned[KVS_TUNING_NUMBERS];
     if (key.tuning >= 0) kvs_tuning_get(&copy.tuning, key.tuning, tuned);
-    bool known = key.tuning < 0 ? key.cost->start >= 0 : tuned[0] > 0;
+    bool known = key.tuning < 0 ? kvs_cost_is_known(key.cost) : tuned[0] > 0;
     const double *numbers = key.tuning < 0 ? numbers_of(&key) : tuned;
     if (key.count == 0 || !known) continue;
     fputs(key.name, file);

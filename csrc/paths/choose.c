@@ -146,6 +146,9 @@ static int refuse_ids(const struct kvs_submission *s, const struct kvs_path_ops 
 
 static int refuse(const struct kvs_submission *s, const struct kvs_path_ops *row) {
   char room[KVS_BURST_NOTE];
+  if (row->needs_threads && !s->device->ops->copy_direct)
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is for host devices, and %s is none: use path 'auto'",
+                    row->name, s->engine->name);
   const char *why = row->why_not ? row->why_not(s, room) : row->needs_kernels ? kvs_kernels_off(s->engine) : NULL;
   if (why) return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: %s", row->name, why);
   const struct kvs_region *region = row->needs_pinned ? kvs_pageable(&s->work->scratch->regions) : NULL;

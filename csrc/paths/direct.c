@@ -19,12 +19,6 @@ static double cost(const struct kvs_costs *costs, const struct kvs_path_cost *ow
 
 static bool claims(const struct kvs_submission *s) { return kvs_prefers_direct(s->engine); }
 
-static int check(const struct kvs_submission *s) {
-  if (s->device->ops->copy_direct) return KVS_OK;
-  return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'burst' and 'kernel'",
-                  s->engine->name);
-}
-
 static int prepare(struct kvs_submission *s) { return kvs_plan_copies(s, s->err); }
 
 static int issue(struct kvs_submission *s, struct kvs_error *why) {
@@ -38,10 +32,10 @@ static enum kvs_path after_refusal(const struct kvs_submission *s) {
 
 const struct kvs_path_ops kvs_path_direct = {
     .name = "direct",
+    .needs_threads = true,
     .needs_host_ids = true,
     .cost = cost,
     .claims = claims,
-    .check = check,
     .prepare = prepare,
     .issue = issue,
     .after_refusal = after_refusal,

@@ -1,5 +1,5 @@
-/* A path: one way to move the blocks of a transfer. One file a path, one row of kvs_paths a path; choosing, preparing
- * and issuing loop over the rows, and no file outside paths/ compares a path.
+/* A path: one way to move the blocks of a transfer. One file a path, one row of KVS_PATH_ROWS a path; choosing,
+ * preparing and issuing loop over the rows, and no file outside paths/ compares a path.
  *
  * The order of calls for one transfer, all by the submitting thread:
  *
@@ -19,6 +19,7 @@
 
 #include <math.h>
 
+#include "paths/names.h"
 #include "paths/submission.h"
 
 struct kvs_path_ops {
@@ -26,6 +27,7 @@ struct kvs_path_ops {
 
   /* What it needs. AUTO passes a path over where a need is not met; a path that the caller named is refused. */
   bool needs_kernels;
+  bool needs_threads;     /* the device's threads copy (copy_direct of the seam): host devices */
   bool needs_host_ids;    /* ids that are on the device cannot be used */
   bool needs_pinned;      /* kernels reach no pageable host memory */
   bool needs_peer_access; /* kernels reach memory of another device only with peer access */
@@ -62,15 +64,15 @@ struct kvs_path_ops {
   void (*close)(struct kvs_submission *); /* (optional) */
 };
 
-extern const struct kvs_path_ops kvs_path_dma, kvs_path_strided, kvs_path_burst, kvs_path_kernel, kvs_path_direct;
+#define KVS_PATH_OPS(upper, lower) extern const struct kvs_path_ops kvs_path_##lower;
+KVS_PATH_ROWS(KVS_PATH_OPS)
+#undef KVS_PATH_OPS
 
-/* Predicted nanoseconds by the row's cost(); infinity if its costs are unknown. A table that leaves the row out knows
- * nothing of it. */
+/* Predicted nanoseconds by the row's cost(); infinity if its costs are unknown. */
 static inline double kvs_path_ns(const struct kvs_path_ops *row, enum kvs_path path, const struct kvs_costs *costs,
                                  const struct kvs_shape *shape) {
   const struct kvs_path_cost *own = &costs->paths[shape->direction == KVS_H2D][path];
-  const bool left_out = own->start == 0 && own->each[KVS_COST_SIZES - 1] == 0;
-  return own->start < 0 || left_out ? INFINITY : row->cost(costs, own, shape);
+  return kvs_cost_is_known(own) ? row->cost(costs, own, shape) : INFINITY;
 }
 
 #endif

@@ -1,12 +1,17 @@
 /* The rows of the paths. */
 #include "paths/table.h"
 
-const struct kvs_path_ops *const kvs_paths[KVS_PATHS] = {
-    [KVS_PATH_DMA] = &kvs_path_dma,       [KVS_PATH_STRIDED] = &kvs_path_strided, [KVS_PATH_BURST] = &kvs_path_burst,
-    [KVS_PATH_KERNEL] = &kvs_path_kernel, [KVS_PATH_DIRECT] = &kvs_path_direct,
-};
+#include "private.h"
+
+#define IN_TABLE(upper, lower) [KVS_PATH_##upper] = &kvs_path_##lower,
+const struct kvs_path_ops *const kvs_paths[KVS_PATHS] = {KVS_PATH_ROWS(IN_TABLE)};
+#undef IN_TABLE
 
 const char *kvs_path_name(enum kvs_path path) {
   if ((unsigned)path >= KVS_PATHS) return "unknown";
   return kvs_paths[path] ? kvs_paths[path]->name : "auto";
 }
+
+bool kvs_path_needs_kernels(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_kernels; }
+
+bool kvs_path_needs_threads(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_threads; }

@@ -28,6 +28,11 @@ struct kvs_path_cost {
                                   BURST: a further contiguous run on the host. Other paths: 0 */
 };
 
+/* A negative start, or a table without the path. */
+static inline bool kvs_cost_is_known(const struct kvs_path_cost *cost) {
+  return cost->start > 0 || (cost->start == 0 && cost->each[KVS_COST_SIZES - 1] > 0);
+}
+
 enum { KVS_PRIORITIES = KVS_PRIORITY_BACKGROUND + 1 };
 
 /* Kernel path settings that keep the promise of a priority. */
@@ -44,7 +49,7 @@ struct kvs_tuning {
 };
 
 struct kvs_costs {
-  struct kvs_path_cost paths[2][KVS_PATHS]; /* indexed by direction (KVS_D2H, KVS_H2D) and path; start < 0: unknown */
+  struct kvs_path_cost paths[2][KVS_PATHS]; /* indexed by direction (KVS_D2H, KVS_H2D) and path */
   struct kvs_tuning tuning;
 };
 

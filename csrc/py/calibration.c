@@ -41,7 +41,7 @@ static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
   for (int i = 1; paths != NULL && i < KVS_PATHS; ++i) {
     enum kvs_path path = (enum kvs_path)i;
-    if (costs[i].start < 0) continue;
+    if (!kvs_cost_is_known(&costs[i])) continue;
     PyObject *cost = Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
                                    numbers_from(costs[i].each, KVS_COST_SIZES), "run",
                                    numbers_from(costs[i].run, kvs_costs_runs(path)));

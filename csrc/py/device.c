@@ -305,13 +305,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"name", device_name, NULL, "str: 'cuda:0', 'host:0'.", NULL},
     {"kind", device_kind, NULL, "str: 'cuda' or 'host'.", NULL},
-    {"info", kvs_py_device_info, NULL,
-     "dict: name, pci, uuid, memory (bytes), memory_gbps (its bandwidth; 0: unknown, or a host device),\n"
-     "max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major, cc_minor, sms, copy_engines,\n"
-     "numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note,\n"
-     "burst ('on', or why path 'burst' is off or has less memory than wanted), slots_nbytes (GPU memory that it\n"
-     "uses), costs (source of the costs by which path 'auto' predicts).",
-     NULL},
+    {"info", kvs_py_device_info, NULL, "dict: facts of the device; kvswap.typing.OpenedInfo says what each is.", NULL},
     {"lost", device_lost, NULL, "bool: the device is lost after an asynchronous fault; every transfer on it fails.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},

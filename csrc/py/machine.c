@@ -108,12 +108,29 @@ static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t n
   Py_RETURN_NONE;
 }
 
+/* What there is to say of a path without a device. */
+static PyObject *paths(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  PyObject *list = PyList_New(0);
+  for (int path = KVS_PATH_AUTO + 1; list != NULL && path < KVS_PATHS; ++path) {
+    enum kvs_path which = (enum kvs_path)path;
+    PyObject *row = Py_BuildValue("{s:s, s:N, s:N}", "name", kvs_path_name(which), "kernels",
+                                  PyBool_FromLong(kvs_path_needs_kernels(which)), "threads",
+                                  PyBool_FromLong(kvs_path_needs_threads(which)));
+    if (row == NULL || PyList_Append(list, row) < 0) Py_CLEAR(list);
+    Py_XDECREF(row);
+  }
+  return list;
+}
+
 PyDoc_STRVAR(delay_doc,
              "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for `seconds`, at most 10.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
              "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
+PyDoc_STRVAR(paths_doc, "_paths($module, /)\n--\n\n"
+                        "The paths: of each its name, and whether it needs kernels, or a host device's threads.");
 PyDoc_STRVAR(host_memory_doc,
              "_host_memory($module, /, root)\n--\n\n"
              "What the machine and the control groups of this process permit, bytes; 2**64 - 1: unknown, no limit.\n"
@@ -130,6 +147,7 @@ PyMethodDef kvs_py_machine_methods[] = {
     {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
     ROW(cuda_info, cuda_info),
     {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
+    {"_paths", paths, METH_NOARGS, paths_doc},
     ROW(host_memory, host_memory),
     {"_environment", environment, METH_NOARGS, environment_doc},
     ROW(shut_down, shutdown),

@@ -3,6 +3,7 @@
 #ifndef KVS_PY_OPTIONS_H
 #define KVS_PY_OPTIONS_H
 
+#include "../paths/names.h"
 #include "handle.h"
 
 #define KVS_PY_COMMON_NAMES "stream", "after", "path", "priority", "max_ctas", "pace_gbps"
@@ -46,11 +47,13 @@ PyObject *kvs_py_trace_end(PyObject *end, PyObject *result);
   "  and no stream waits.\n"                                                                                           \
   "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its\n"    \
   "  error.\n"
-#define KVS_PY_PATH_DOC                                                                                                \
-  "path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).\n"         \
+#define KVS_PY_ONE_PATH_DOC(upper, lower) ", '" #lower "'"
+#define KVS_PY_LIMITS_DOC                                                                                              \
   "priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9\n"   \
   "  bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the\n"     \
   "  calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.\n"
+#define KVS_PY_PATH_DOC                                                                                                \
+  "path: 'auto'" KVS_PATH_ROWS(KVS_PY_ONE_PATH_DOC) ": docs/paths.md says how each copies.\n" KVS_PY_LIMITS_DOC
 #define KVS_PY_LAYER_DOC                                                                                               \
   "layer_events: True: each layer can be waited for alone, by Transfer.make_wait_layer() and layer_done().\n"          \
   "after_layers: None, or a sequence with one entry a layer: an Event, a Transfer or a stream that the layer's\n"      \

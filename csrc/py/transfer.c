@@ -369,7 +369,7 @@ static PyGetSetDef getset[] = {
     {"sequence", transfer_number, NULL, "int: position in the lane, from 1.", (void *)(uintptr_t)SEQUENCE},
     {"duration", transfer_duration, NULL,
      "float: seconds from the call until a call of kvswap saw the end; None while it runs.", NULL},
-    {"path", transfer_path, NULL, "str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'.", NULL},
+    {"path", transfer_path, NULL, "str: the path taken, one of kvswap.typing.ForcedPath.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from kvswap import _C, Direction
+from kvswap._rig import PATHS
 
 from .shapes import Place, Words
 
@@ -211,13 +212,9 @@ METHODS = {
     method.key: method
     for method in (
         Method("auto", "the path that kvswap picks", _swap("auto")),
-        Method("dma", "kvswap, path dma", _swap("dma"), "dma"),
-        Method("strided", "kvswap, path strided", _swap("strided"), "strided"),
-        Method("burst", "kvswap, path burst", _swap("burst"), "burst"),
-        Method("kernel", "kvswap, path kernel", _swap("kernel"), "kernel"),
+        *(Method(path, f"kvswap, path {path}", _swap(path), path) for path in PATHS),
         Method("high", "the path that kvswap picks at priority high", _swap("auto", "high")),
         Method("background", "the path that kvswap picks at priority background", _swap("auto", "background")),
-        Method("direct", "kvswap, path direct (host devices)", _swap("direct"), "direct"),
         Method("pointers", "kvswap, by a list of pointers instead of ids", _pointers),
         Method("loop", "a call of the driver for every copy", _loop),
         Method("batch", "cuMemcpyBatchAsync over the same pointers, 8,192 copies a call", _batch),
@@ -236,4 +233,4 @@ METHODS = {
 
 def paths(device: _C.Device) -> tuple[str, ...]:
     """kvswap's paths that there may be on such a device."""
-    return ("auto", "dma", "strided", "burst", "kernel", *(["direct"] if device.kind == "host" else []))
+    return ("auto", *(path["name"] for path in _C._paths() if device.kind == "host" or not path["threads"]))

@@ -16,7 +16,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from conftest import Gate
 import kvswap
 from kvswap import _C
 from kvswap.memory import HostPool
+from kvswap.typing import ForcedPath
 
 NBYTES = 256  # of a block
 BLOCKS = 16
@@ -951,7 +952,7 @@ def test_the_default_without_a_gpu_is_said_once() -> None:
 def test_the_list_of_devices() -> None:
     found = kvswap.devices()
     assert found[-1].name == "host:0" and found[-1].kind == "host"
-    assert set(found[-1].paths) == {"dma", "strided", "burst", "kernel", "direct"}
+    assert set(found[-1].paths) == set(get_args(ForcedPath))
     with pytest.raises(AttributeError):
         found[-1].name = "x"  # type: ignore[misc]
 

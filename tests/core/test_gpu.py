@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, run_python, usable
+from conftest import PATHS, PATIENCE, Buffer, run_python, usable
 
 import kvswap
 from kvswap import testing
 from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
-GPU_PATHS = ("auto", "dma", "strided", "burst", "kernel")
+GPU_PATHS = [path for path in PATHS if path != "direct"]
 
 
 @pytest.fixture(autouse=True)

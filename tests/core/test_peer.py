@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, check_pattern, random_bytes, until, usable, write_pattern
+from conftest import AT_ONCE, PATHS, PATIENCE, Buffer, Gate, check_pattern, random_bytes, until, usable, write_pattern
 from processes import Process
 
 import kvswap
@@ -20,7 +20,6 @@ from kvswap import _C, memory, testing
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 BLOCKS, NBYTES = 64, 4096
-PATHS = ("auto", "dma", "strided", "kernel", "burst", "direct")
 
 
 @pytest.fixture(scope="module")

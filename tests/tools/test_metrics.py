@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,10 +28,11 @@ from conftest import AT_ONCE, PATIENCE, ROOT, Cache, Gate, run_python
 import kvswap
 from kvswap import _C, files, memory, metrics, testing, tracing
 from kvswap._families import families
+from kvswap.typing import ForcedPath
 
 DEVICE = "host:81"  # this file's own
 TIMES, SIZES = metrics.bounds()
-PATHS = ("dma", "burst", "kernel", "direct")  # strided takes dma for one run of blocks
+PATHS = [path for path in get_args(ForcedPath) if path != "strided"]  # which takes dma for one run of blocks
 
 
 @pytest.fixture
