@@ -35,11 +35,11 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 class Cluster:
-    """A master and nodes that lend memory. lease: seconds."""
+    """A master and nodes that lend memory. flags: of the master; lease: seconds."""
 
-    def __init__(self, folder: Path, nodes: int = 2, *, memory: str = "64MB", lease: float = 10.0) -> None:
+    def __init__(self, folder: Path, *flags: str, nodes: int = 2, memory: str = "64MB", lease: float = 10.0) -> None:
         self._log = (folder / "mooncake.log").open("ab")
-        self._folder, self._memory, self._lease = folder, memory, lease
+        self._folder, self._flags, self._memory, self._lease = folder, flags, memory, lease
         self.port = free_port()
         self.master = self._start_master()
         self.nodes = [self.start_node() for _ in range(nodes)]
@@ -61,6 +61,7 @@ class Cluster:
             f"--metrics_host={HOST}",
             f"--metrics_port={free_port()}",
             f"--default_kv_lease_ttl={int(self._lease * 1000)}",
+            *self._flags,
         )
         wait_for(self.port, process)
         return process
@@ -101,13 +102,13 @@ class Cluster:
 class Raw:
     """Mooncake's own client, for what a test does behind kvswap's back."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, nbytes: int = 4 << 20) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self.store: Any = MooncakeDistributedStore()
         port = free_port()
         assert self.store.setup(f"{HOST}:{port}", "P2PHANDSHAKE", 0, 0, "tcp", "", cluster.address) == 0
-        self.memory = np.zeros(4 << 20, np.uint8)
+        self.memory = np.zeros(nbytes, np.uint8)
         assert self.store.register_buffer(self.memory.ctypes.data, self.memory.nbytes) == 0
         self._nodes = cluster.nodes
 

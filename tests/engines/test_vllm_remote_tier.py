@@ -5,13 +5,15 @@ there is no vLLM or no Mooncake."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, random_bytes
+from conftest import PATIENCE, elsewhere, random_bytes
 
 tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
@@ -29,7 +31,7 @@ if not of_files.BY_PATH:
 
 class Rig(of_files.Rig):
     def __init__(self, master: str) -> None:
-        options = {"type": "RemoteTier", "master": master, "timeout": 3.0}
+        options = {"type": "RemoteTier", "master": master, "timeout": 3.0, "revision": "r"}
         self.memory = random_bytes(1, of_files.CHUNKS * of_files.NBYTES).reshape(of_files.CHUNKS, -1).copy()
         self.before, self.jobs = self.memory.copy(), 0
         self.open(options)
@@ -45,7 +47,7 @@ class Rig(of_files.Rig):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, 1) as cluster:
+    with Cluster(tmp_path, nodes=1) as cluster:
         yield cluster
 
 
@@ -116,3 +118,28 @@ def test_it_is_a_tier_as_vllm_has_them(rig: Rig) -> None:
     assert isinstance(rig.tier, tiering.SecondaryTierManager)
     rig.tier.touch([of_files.key_of(1)], rig.context)
     assert rig.tier.on_new_request(rig.context) is not None
+
+
+OTHER_PROCESS = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import numpy as np
+import test_vllm_remote_tier as ours
+rig = ours.Rig(sys.argv[3])
+assert rig.has(7) and rig.has(9) and not rig.has(1)
+rig.memory[:] = 0xEE
+job = rig.job([9, 7], [5, 6], load=True)
+assert rig.finished()[job].success
+np.testing.assert_array_equal(rig.memory[[5, 6]], rig.before[[11, 2]])
+rig.tier.shutdown()
+print("found", flush=True)
+"""
+
+
+def test_two_processes(rig: Rig, cluster: Cluster) -> None:
+    job = rig.job([7, 8, 9], [2, 0, 11], load=False)
+    assert rig.finished()[job].success
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", OTHER_PROCESS, str(here), str(here.parent), cluster.address]
+    done = subprocess.run(command, **elsewhere(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and "found" in done.stdout, done.stderr[-3000:]

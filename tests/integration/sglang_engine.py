@@ -103,6 +103,7 @@ class Engine:
             "prefetch_threshold": PAGE,
             **extra,
         }
+        given = {name: value for name, value in given.items() if value is not None}
         self.override = get_context().override_server_args(
             tp_size=options.ranks,
             page_size=PAGE,

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Faults inside transfers of the remote tier, over Mooncake's own master and nodes on loopback, from a seed.
+"""Faults inside loads of the remote tier, over Mooncake's own master and nodes on loopback, from a seed.
 
-    python tests/random/remote_faults.py --faults 300 --seed 1
+    python tests/random/remote_faults.py --faults 300 --seed 1 [--raw]
 
-Each round starts loads and stores of a client, and does something to a node or the master while bytes move: kill or
-stop a node, kill or stop the master, flip a bit in a node's memory, remove what is read. "inside" counts the rounds in
-which, at that moment, some of the staging memory had arrived and not all. Every block that a load gives is compared. No
-call may take longer than its limit and a second.
+Each round loads blocks, and does something to the node that a call reads from, or to the master, while the call's bytes
+arrive: kill or stop it, flip bits in its memory, remove what is read, or fill it. "inside": of the bytes of that call
+some had arrived before the fault, and not all right after it; the shares are of one word of each page, all of which had
+another value when the call began. Every block that a load gives is compared, then and again beside the fault. No call
+may take longer than its limit and a second. --raw: the same over Mooncake's own client, of which nothing is expected:
+what it gave is printed.
 """
 
 from __future__ import annotations
@@ -29,166 +31,236 @@ from mooncake_nodes import Cluster, Raw
 
 from kvswap import Error
 from kvswap.files import Layout
-from kvswap.remote import RemoteStore, _store
+from kvswap.remote import RemoteStore, _names, _store
 
 NBYTES, BLOCKS, LIMIT, LEASE = 1 << 20, 48, 1.0, 1.0
-KINDS = ("kill node", "stop node", "kill master", "stop master", "flip", "remove")
-
-
-def blocks_of(seed: int, number: int) -> Any:
-    return np.random.default_rng([seed, number]).integers(0, 256, NBYTES, np.uint8)
+KINDS = ("kill node", "stop node", "kill master", "stop master", "flip", "remove", "evict")
+POISON = np.uint64(0xEEEEEEEEEEEEEEEE)
 
 
 class Faults:
     def __init__(self, folder: Path, seed: int) -> None:
-        self.random, self.seed, self.counts = random.Random(seed), seed, Counter[str]()
-        self.cluster = Cluster(folder, memory="256MB", lease=LEASE)
+        self.random, self.seed = random.Random(seed), seed
+        self.cluster = Cluster(folder, "--client_ttl=2", memory="256MB", lease=LEASE)
         self.layout = Layout(NBYTES, faults=seed, time=time.time_ns())
-        self.want = np.stack([blocks_of(seed, i) for i in range(BLOCKS)])
+        self.want = np.random.default_rng(seed).integers(0, 256, (BLOCKS, NBYTES), np.uint8)
         self.keys = [b"%d" % i for i in range(BLOCKS)]
+        self.calls: list[tuple[list[str], list[int]]] = []  # names and addresses of gets that run
+        self.counts, self.worst = Counter[str](), 0.0
         self.store: Any = None
-        self.worst = 0.0
+        self.raw: Any = None
+        self.nodes: dict[str, int] = {}  # of a name: index of its node
 
-    def timed(self, run: Any, limit: float) -> Any:
-        begin = time.monotonic()
-        try:
-            return run()
-        except Error:
-            self.counts["refused calls"] += 1
-            return None
-        finally:
-            took = time.monotonic() - begin
-            self.worst = max(self.worst, took - limit)
-            assert took < limit + 1.0, f"{run} took {took:.1f} s"
+    # -- a call's bytes -----------------------------------------------------------------------------------------------
 
-    def fill(self) -> None:
-        """All blocks are there and right, by a store that is open, on nodes that run."""
-        end = time.monotonic() + 60
-        while True:
-            if self.store is None:
-                self.store = RemoteStore(self.cluster.address, self.layout, timeout=LIMIT)
-            found = np.zeros_like(self.want)
-            for move, memory in ((self.store.store, self.want), (self.store.load, found)):
-                transfer = move(self.keys, memory, range(BLOCKS))
-                while not transfer.done():
-                    time.sleep(0.001)
-            self.compare(transfer, found)
-            if not len(transfer.failed_blocks):
-                return
-            assert time.monotonic() < end, transfer.error
-            time.sleep(0.2)
-            if self.store.stats()["epoch"] or "answer" in str(transfer.error):
-                self.timed(self.store.close, LIMIT)  # late calls hold its threads
-                self.store = None
+    def words(self, address: int) -> Any:
+        import ctypes
 
-    def compare(self, load: Any, found: Any) -> int:
-        failed = set(load.failed_blocks.tolist())
-        right = [i for i in range(BLOCKS) if i not in failed]
-        wrong = [i for i in right if not np.array_equal(found[i], self.want[i])]
-        self.counts["wrong blocks"] += len(wrong)
-        assert not wrong, f"wrong blocks {wrong}, seed {self.seed}"
-        return len(right)
+        return np.frombuffer((ctypes.c_uint64 * (NBYTES // 8)).from_address(address + 64), np.uint64)[::512]
 
-    def moved(self) -> float:
-        """The share of the staging memory's blocks that has arrived: 0xEE was there before."""
-        staging = self.store._memory[: self.store._calls.threads * self.store._piece * self.store._stride]
-        busy = len(self.store._calls._lanes)
-        sample = staging[::4096]
-        return float((sample != 0xEE).mean()) if busy else 0.0
+    def watch(self, client: Any) -> None:
+        """Gets of blocks are in `calls` while they run, and their slots are poisoned before."""
+        real = client.codes
 
-    def one(self, kind: str) -> None:
-        self.fill()
-        raw = Raw(self.cluster) if kind in ("flip", "remove") else None
-        self.store._memory[: self.store._calls.threads * self.store._piece * self.store._stride] = 0xEE
-        found = np.zeros_like(self.want)
-        load = self.store.load(self.keys, found, range(BLOCKS))
-        store = self.store.store([b"new " + key for key in self.keys], self.want, range(BLOCKS))
-        time.sleep(self.random.uniform(0.002, 0.05))
-        node = self.random.randrange(2)
-        share = self.moved()
-        ended = load.done() and store.done()
-        self.do(kind, node, raw)
-        self.counts["inside" if 0 < share < 1 and not ended else "outside"] += 1
-        for transfer in (load, store):
-            begin = time.monotonic()
-            while not transfer.done():
-                assert time.monotonic() - begin < LIMIT + 1.0
-                time.sleep(0.001)
-        self.counts["blocks loaded beside a fault"] += self.compare(load, found)
-        self.counts["blocks missed beside a fault"] += len(load.failed_blocks)
-        after = np.zeros_like(self.want)
-        load = self.timed(lambda: self.store.load(self.keys, after, range(BLOCKS)), 0.1)
-        if load is not None:
-            begin = time.monotonic()
-            while not load.done():
-                assert time.monotonic() - begin < LIMIT + 1.0
-                time.sleep(0.001)
-            self.compare(load, after)
-        self.timed(lambda: self.store.contains(self.keys), LIMIT)
-        if raw is not None:
-            raw.close()
-        self.mend(kind, node)
-        self.counts[kind] += 1
+        def codes(name: str, count: int, names: list[str], *rest: Any) -> list[int]:
+            if name != "batch_get_into" or names[0].endswith("/epoch"):
+                return list(real(name, count, names, *rest))
+            for address in rest[0]:
+                self.words(address)[:] = POISON
+            self.calls.append(call := (names, rest[0]))
+            try:
+                return list(real(name, count, names, *rest))
+            finally:
+                self.calls.remove(call)
 
-    def do(self, kind: str, node: int, raw: Any) -> None:
-        target = self.cluster.nodes[node] if "node" in kind else self.cluster.master
+        client.codes = codes
+
+    def share(self, addresses: list[int]) -> float:
+        return float(np.mean([(self.words(address) != POISON).mean() for address in addresses]))
+
+    def strike(self, kind: str, ended: Any) -> bool:
+        """Do it when some of a call's bytes have arrived. False: the load ended before."""
+        while not ended():
+            for names, addresses in list(self.calls):
+                before = self.share(addresses)
+                if 0.02 < before < 0.9:
+                    self.do(kind, names)
+                    after = self.share(addresses)
+                    self.counts[f"{kind}: inside" if after < 1 else f"{kind}: at the end"] += 1
+                    self.counts["MiB arrived at the faults"] += int(before * len(names))
+                    return True
+            time.sleep(0.0001)
+        return False
+
+    def do(self, kind: str, names: list[str]) -> None:
+        self.struck = self.nodes[names[0]]
+        target = self.cluster.nodes[self.struck] if "node" in kind else self.cluster.master
         if kind.startswith("kill"):
             target.kill()
         elif kind.startswith("stop"):
             target.send_signal(signal.SIGSTOP)
-        else:
-            epoch = self.store.epoch
-            names = _store.names(self.store.identity, epoch, self.keys) if epoch else []
-            for name in self.random.sample(names, min(4, len(names))):
-                if kind == "remove":
-                    raw.store.remove(name, True)
-                else:
-                    try:
-                        raw.flip(
-                            name, self.random.choice([self.random.randrange(56), 64 + self.random.randrange(NBYTES)])
-                        )
-                        self.counts["flipped"] += 1
-                    except (AssertionError, IndexError, OSError):
-                        pass
+        for name in self.random.sample(names, min(4, len(names))) if kind in ("flip", "remove") else ():
+            if kind == "remove":
+                self.raw.store.remove(name, True)
+            else:
+                where = self.random.choice([self.random.randrange(56), 64 + self.random.randrange(NBYTES)])
+                with open(f"/proc/{self.cluster.nodes[self.nodes[name]].pid}/mem", "r+b", 0) as memory:
+                    memory.seek(self.places[name] + where)
+                    byte = memory.read(1)[0]
+                    memory.seek(self.places[name] + where)
+                    memory.write(bytes([byte ^ 1 << where % 8]))
+        if kind == "evict":
+            for i in range(20):
+                self.raw.put(f"filler {time.time_ns()} {i}", bytes(4 << 20))
 
-    def mend(self, kind: str, node: int) -> None:
-        if kind == "stop node":
-            self.cluster.nodes[node].send_signal(signal.SIGCONT)
-        elif kind == "stop master":
-            self.cluster.master.send_signal(signal.SIGCONT)
+    def locate(self, names: list[str], found: dict[str, Any]) -> None:
+        """Which node has each block, and where: the bytes there say so."""
+        self.places = {}
+        for i, name in enumerate(names):
+            at = self.places[name] = found[name][0].get_memory_descriptor().buffer_descriptor.buffer_address
+            for index, node in enumerate(self.cluster.nodes):
+                try:
+                    with open(f"/proc/{node.pid}/mem", "rb", 0) as memory:
+                        memory.seek(at + 64)
+                        if memory.read(64) == self.want[i][:64].tobytes():
+                            self.nodes[name] = index
+                except OSError:
+                    pass
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def finish(self, begin: float, *transfers: Any) -> None:
+        for transfer in transfers:
+            while not transfer.done():
+                time.sleep(0.001)
+            self.worst = max(self.worst, time.monotonic() - begin - LIMIT)
+        assert self.worst < 1.0, f"{self.worst:.1f} s beyond the limit"
+
+    def load(self) -> tuple[Any, Any]:
+        found = np.zeros_like(self.want)
+        return self.store.load(self.keys, found, range(BLOCKS)), found
+
+    def compare(self, load: Any, found: Any) -> int:
+        failed = set(load.failed_blocks.tolist())
+        wrong = [i for i in range(BLOCKS) if i not in failed and not np.array_equal(found[i], self.want[i])]
+        assert not wrong, f"wrong blocks {wrong}, seed {self.seed}"
+        return BLOCKS - len(failed)
+
+    def fill(self) -> None:
+        """All blocks are there and right, by a store that is open, on nodes that run."""
+        end = time.monotonic() + 90
+        while True:
+            if self.store is None:
+                self.store = RemoteStore(self.cluster.address, self.layout, timeout=LIMIT)
+                self.watch(self.store._client)
+            begin = time.monotonic()
+            self.finish(begin, self.store.store(self.keys, self.want, range(BLOCKS)))
+            begin = time.monotonic()
+            load, found = self.load()
+            self.finish(begin, load)
+            if self.compare(load, found) == BLOCKS:
+                return
+            assert time.monotonic() < end, load.error
+            time.sleep(0.2)
+            if self.store.stats()["epoch"] or "answer" in str(load.error):
+                self.store.close()  # late calls hold its threads
+                self.store = None
+
+    def round(self, kind: str) -> None:
+        self.raw = Raw(self.cluster) if kind in ("remove", "evict") else None
+        for _ in range(20):
+            self.fill()
+            epoch = self.store.epoch
+            if epoch is not None:
+                names = _names.names(self.store.identity, epoch, self.keys)
+                self.locate(names, self.store._client.call("batch_get_replica_desc", names))
+                begin = time.monotonic()
+                load, found = self.load()
+                stores = self.store.store([b"new %d" % time.time_ns()] * 4, self.want, range(4))
+                if self.strike(kind, load.done):
+                    break
+                self.finish(begin, load, stores)
+        else:
+            raise AssertionError("no load could be struck")
+        self.finish(begin, load, stores)
+        self.counts["blocks loaded beside a fault"] += self.compare(load, found)
+        self.counts["blocks missed beside a fault"] += len(load.failed_blocks)
+        begin = time.monotonic()
+        load, found = self.load()
+        self.finish(begin, load)
+        self.compare(load, found)
+        begin = time.monotonic()
+        self.store.contains(self.keys)
+        self.worst = max(self.worst, time.monotonic() - begin - LIMIT)
+        self.mend(kind)
+
+    def raw_round(self, kind: str) -> None:
+        """The same over Mooncake's own client, from memory to memory, without headers."""
+        self.raw = client = Raw(self.cluster, BLOCKS * (NBYTES + 64))
+        names = [f"raw {time.time_ns()} {i}" for i in range(BLOCKS)]
+        slots = client.memory.reshape(BLOCKS, -1)
+        at = [client.memory.ctypes.data + i * slots.shape[1] for i in range(BLOCKS)]
+        slots[:, 64:] = self.want
+        sizes = [slots.shape[1]] * BLOCKS
+        assert set(client.store.batch_put_from(names, at, sizes)) == {0}
+        self.locate(names, client.store.batch_get_replica_desc(names))
+        codes: list[int] = []
+        slots.view(np.uint64)[:] = POISON
+        self.calls = [(names, at)]
+        begin = time.monotonic()
+        get = threading.Thread(target=lambda: codes.extend(client.store.batch_get_into(names, at, sizes)), daemon=True)
+        get.start()
+        struck = self.strike(kind, lambda: not get.is_alive())
+        get.join(90)
+        if kind == "flip":  # those of before may have arrived already
+            codes[:] = client.store.batch_get_into(names, at, sizes)
+        took = time.monotonic() - begin
+        given = [i for i, code in enumerate(codes) if code == sizes[0]]
+        wrong = sum(not np.array_equal(slots[i][64:], self.want[i]) or slots[i][:64].any() for i in given)
+        others = dict(Counter(code for code in codes if code != sizes[0]))
+        what = f"raw, {kind}{'' if struck else ' (ended before)'}: back after {took:.1f} s"
+        print(f"{what}; {len(given)} given, {wrong} of them wrong; codes of the others {others}", flush=True)
+        self.mend(kind)
+
+    def mend(self, kind: str) -> None:
+        if kind.startswith("stop"):
+            (self.cluster.nodes[self.struck] if "node" in kind else self.cluster.master).send_signal(signal.SIGCONT)
         elif kind == "kill node":
-            self.cluster.nodes[node].wait()
-            self.cluster.nodes[node] = self.cluster.start_node()
+            self.cluster.nodes[self.struck].wait()
+            self.cluster.nodes[self.struck] = self.cluster.start_node()
         elif kind == "kill master":
             self.cluster.restart_master()
         elif kind == "flip":
-            end = time.monotonic() + 10 * LEASE
-            while self.store._damaged and time.monotonic() < end:
-                time.sleep(0.05)
-            assert not self.store._damaged, "a damaged block is removed after its lease"
+            time.sleep(LEASE)  # then a store repairs what was damaged
+        self.counts[kind] += 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="in turn")
+    parser.add_argument("--raw", action="store_true")
     args = parser.parse_args()
     _store.LEASE_SECONDS = LEASE
-    begin = time.monotonic()
+    begin, kinds = time.monotonic(), args.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder), args.seed)
         try:
             for i in range(args.faults):
-                if time.monotonic() - begin > args.seconds:
-                    break
-                faults.one(KINDS[i % len(KINDS)])
+                (faults.raw_round if args.raw else faults.round)(kinds[i % len(kinds)])
                 if i % 10 == 9:
                     print(f"{i + 1} faults, {time.monotonic() - begin:.0f} s: {dict(faults.counts)}", flush=True)
-            faults.timed(faults.store.close, LIMIT)
+            try:
+                start = time.monotonic()
+                if faults.store is not None:
+                    faults.store.close()
+                faults.worst = max(faults.worst, time.monotonic() - start - LIMIT)
+            except Error as error:
+                print(error)
         finally:
             faults.cluster.close()
-    print(f"seed {args.seed}, {time.monotonic() - begin:.0f} s: {dict(faults.counts)}")
+    print(f"seed {args.seed}, {time.monotonic() - begin:.0f} s: 0 wrong blocks; {dict(sorted(faults.counts.items()))}")
     print(f"the longest call took {faults.worst:+.2f} s more than its limit; {threading.active_count()} threads")
 
 

@@ -510,7 +510,8 @@ def test_a_key_is_asked_for_once_a_lease(shared: Cluster, layout: Layout, monkey
 
 def test_looked_up_keys_keep_a_full_node_from_new_ones_and_a_count_says_so(tmp_path: Path, layout: Layout) -> None:
     blocks = blocks_of(16)
-    with Cluster(tmp_path, 1, memory="16MB", lease=30.0) as cluster, RemoteStore(cluster.address, layout) as store:
+    full = Cluster(tmp_path, nodes=1, memory="16MB", lease=30.0)
+    with full as cluster, RemoteStore(cluster.address, layout) as store:
         stored: list[bytes] = []
         for i in range(40):
             keys = [b"%d %d" % (i, n) for n in range(16)]
