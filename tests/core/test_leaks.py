@@ -83,6 +83,15 @@ class Tools:
             self.finish(call, *arguments, self.ids, self.back, 0)
         self.device.synchronize(PATIENCE)
 
+    def copy_blocks(self) -> None:
+        cache, pool = np.zeros((8, 2, 64), np.uint8), np.zeros((8, 64), np.uint8)
+        for src, dst in ((cache[:, 1], pool), (pool, cache[:, 0]), ([pool, pool], [pool.copy(), cache[:, 1]])):
+            self.finish(kvswap.copy_blocks, src, dst, [1, 2, 3], [4, 5, 6])
+            self.finish(kvswap.copy_blocks, src, dst, [1, 99], [2, 3], stream=self.stream)
+        for wrong in (pool[:, :2], pool[0], cache, 7, None, [pool]):
+            self.finish(kvswap.copy_blocks, wrong, [cache[:, 0], pool], [1], [2])
+        self.device.synchronize(PATIENCE)
+
     def finish(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         with suppress(*WRONG):
             transfer = call(*arguments, device=self.device, **options)
@@ -345,6 +354,7 @@ TABLE: Rows = {
     "note_access": accesses,
     "note_order": orders,
     "swap_blocks_batch": lambda t: t.batch(),
+    "copy_blocks": lambda t: t.copy_blocks(),
     "swap_cache_per_layer": lambda t: t.swap("swap_cache_per_layer"),
     "swap_cache_per_layer_async": lambda t: t.swap("swap_cache_per_layer_async"),
     "swap_cache_all_layers": lambda t: t.swap("swap_cache_all_layers"),
