@@ -91,12 +91,12 @@ class Manager:
         self.clients.append(Client(self.directory))
         return self.clients[-1]
 
-    def ready_client(self) -> Client:
+    def ready_client(self, timeout: float = PATIENCE) -> Client:
         """One whose engine has opened the caches."""
         client = self.client()
         client.wait_started(PATIENCE)
         client.attach()
-        client.wait_ready(PATIENCE)
+        client.wait_ready(timeout)
         return client
 
     def signal(self, rank: int, number: int) -> None:
