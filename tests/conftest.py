@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibrat
 
 import kvswap
 from kvswap import _C, metrics
+from kvswap._log import Limited
 from kvswap.typing import Path as CopyPath
 
 Bytes = NDArray[np.uint8]
@@ -216,6 +218,15 @@ def registered() -> dict[str, int]:
     for pool in found["host_pools"]:
         bytes_of[pool["device"]] = bytes_of.get(pool["device"], 0) - pool["populated_bytes"]
     return {name: nbytes for name, nbytes in bytes_of.items() if nbytes > 0}
+
+
+@pytest.fixture(autouse=True)
+def logs_anew() -> None:
+    """What tests before have logged too often is logged again."""
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "kvswap"]:
+        for each in logging.getLogger(name).filters:
+            if isinstance(each, Limited):
+                each._kinds.clear()
 
 
 @pytest.fixture(autouse=True)

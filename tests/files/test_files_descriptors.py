@@ -153,7 +153,7 @@ def test_segments_of_other_writers(tmp_path: Path, engine: str) -> None:  # noqa
 def test_a_segment_that_was_closed_and_replaced(tmp_path: Path) -> None:
     """Another file under its name is not taken for it."""
     keys, data = keys_of(300), blocks(0, 300)
-    with open_store(tmp_path / "kv", engine="threads") as store, limit(64):
+    with open_store(tmp_path / "kv", engine="threads") as store, limit(160):
         store.store(keys, data, range(300)).wait(PATIENCE)
         first = sorted((tmp_path / "kv").glob("segment-*"))[:100]
         for path in first:
@@ -174,7 +174,7 @@ def test_a_segment_that_was_closed_and_replaced(tmp_path: Path) -> None:
 def test_opening_with_a_fault(tmp_path: Path) -> None:
     """EMFILE at the opening of a segment: another one is closed."""
     keys, data = keys_of(300), blocks(0, 300)
-    with open_store(tmp_path / "kv", engine="threads") as store, limit(64):
+    with open_store(tmp_path / "kv", engine="threads") as store, limit(160):
         store.store(keys, data, range(300)).wait(PATIENCE)
         with testing.file_fault(store, "open", "fail", every=7, code=24):
             check(store, keys, data)
