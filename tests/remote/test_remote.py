@@ -521,7 +521,10 @@ def test_looked_up_keys_keep_a_full_node_from_new_ones_and_a_count_says_so(tmp_p
             if store.stats()["no_room"]:
                 break
         assert store.stats()["no_room"] > 0
-        transfer = store.store([b"one more"] * 1, blocks, [0])
-        ended(transfer, PATIENCE)
+        for i in range(64):  # smaller batches fit into what is left, for a while
+            transfer = store.store([b"one more %d" % i], blocks, [0])
+            ended(transfer, PATIENCE)
+            if transfer.error:
+                break
         assert "cannot be evicted until its lease has ended" in str(transfer.error)
         assert os.environ.get("PYTEST_CURRENT_TEST")
