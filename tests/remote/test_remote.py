@@ -4,7 +4,6 @@ test_remote_calls.py has what needs no nodes."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -527,4 +526,3 @@ def test_looked_up_keys_keep_a_full_node_from_new_ones_and_a_count_says_so(tmp_p
             if transfer.error:
                 break
         assert "cannot be evicted until its lease has ended" in str(transfer.error)
-        assert os.environ.get("PYTEST_CURRENT_TEST")

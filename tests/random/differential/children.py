@@ -232,7 +232,7 @@ def leave_in_the_middle(world: World) -> None:
     folder = world.folder / f"exit-{seed}"
     folder.mkdir()
     device = world.device.name if world.device.kind == "cuda" else "host:0"
-    tests = str(ROOT / "tests")
+    tests = str(ROOT / "tests" / "random")
     done = run_python(
         EXIT.format(tests=tests, device=device, seed=seed, folder=str(folder)), timeout=2 * PATIENCE, PYTHONWARNINGS=""
     )
