@@ -240,6 +240,6 @@ ToRank: TypeAlias = Welcome | Refuse | Unknown | Do | Step | Left
 ToClient: TypeAlias = Answer | Result | Closing
 
 encode = msgspec.msgpack.Encoder().encode
-to_server = msgspec.msgpack.Decoder(FromClient | FromRank | Bye)
-to_rank = msgspec.msgpack.Decoder(ToRank)
-to_client = msgspec.msgpack.Decoder(ToClient)
+to_server: msgspec.msgpack.Decoder[FromClient | FromRank | Bye] = msgspec.msgpack.Decoder(FromClient | FromRank | Bye)
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
