@@ -35,7 +35,7 @@ with testing.fault(device, "copy", "fail", nth=3, every=1):
         load.wait(timeout=10)
     except kvswap.DeviceError as error:
         print("failed:", error)
-lost = load.failed_blocks.tolist()  # positions in the lists of ids
+lost = load.failed_positions.tolist()  # positions in the lists of ids
 print("lost:", [(host.name, [0, 2, 4, 6][i], gpu.name, [1, 3, 5, 7][i]) for i in lost])
 assert lost
 
@@ -46,7 +46,7 @@ try:
     store.wait(timeout=10)
 except kvswap.Error as error:
     print("travels:", error)
-assert store.failed_blocks.tolist() == lost
+assert store.failed_positions.tolist() == lost
 arrived = [i for i in range(4) if i not in lost]
 assert all((blocks[20 + i] == blocks[2 * i]).all() for i in arrived)
 

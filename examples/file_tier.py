@@ -43,7 +43,7 @@ with tempfile.TemporaryDirectory() as folder:
             load.wait(timeout=30)
         except kvswap.Error as error:
             print("one block is lost:", error)
-        assert load.failed_blocks.tolist() == [1]
+        assert load.failed_positions.tolist() == [1]
 
     # The blocks outlive the process. Opening reads the headers and builds the index again.
     with FileStore(args.directory or folder, layout, capacity=64 << 20, device=device) as store:

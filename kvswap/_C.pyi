@@ -321,7 +321,7 @@ class _AnyTransfer:
     def error(self) -> Exception | None:
         """Exception: why the transfer, or its first failed block, failed; None while it runs and if it succeeded."""
     @property
-    def failed_blocks(self) -> NDArray[np.int64]:
+    def failed_positions(self) -> NDArray[np.int64]:
         """int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where the
         device cannot say which; empty while it runs."""
 
@@ -505,7 +505,7 @@ class FileTransfer(_AnyTransfer):
         """int: existing blocks that a store left unchanged (replace=False); 0 while it runs."""
     @property
     def reasons(self) -> dict[int, Exception]:
-        """dict: an Exception for each of failed_blocks, by position."""
+        """dict: an Exception for each of failed_positions, by position."""
 
 @final
 class FileStore:
@@ -593,7 +593,7 @@ class FileStore:
         If the store is full, the least recently used blocks are evicted; if none can be, the block fails.
 
         All or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished
-        transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may call."""
+        transfers. Later failures are reported block by block (FileTransfer.failed_positions, reasons). Any thread may call."""
     def load(
         self,
         keys: Keys,
@@ -618,7 +618,7 @@ class FileStore:
           device's compute stream in any case. A Transfer that failed raises its error.
 
         All or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished
-        transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may call."""
+        transfers. Later failures are reported block by block (FileTransfer.failed_positions, reasons). Any thread may call."""
     def delete(self, keys: Keys, /) -> FileTransfer:
         """Delete blocks, also pinned ones; returns the FileTransfer at once. A missing key counts as deleted.
         A deleted block does not come back, not even after a crash.

@@ -4,7 +4,7 @@
     with FileStore("/mnt/nvme/kv", layout, capacity=500 << 30, device="cuda:0") as store:
         store.store(hashes, gpu_pools, ids, replace=False).wait(timeout=10)
         load = store.load(hashes, gpu_pools, ids)
-        load.wait(timeout=10)  # raises what went wrong; load.failed_blocks says which blocks are lost, load.reasons why
+        load.wait(timeout=10)  # raises what went wrong; load.failed_positions: which are lost; load.reasons: why
 
 A store is a directory; docs/files.md describes its files byte by byte. What a load delivers has been compared with the
 checksum that was made when it was stored, before a byte of it goes to a device.

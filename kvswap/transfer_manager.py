@@ -306,7 +306,7 @@ class KVCacheTransferManager:
     Each is independent of the other and may be called at any time, any number of times, on any number of streams.
 
     Failures. A copy that the device refuses fails the Transfer, not the call: wait() and make_wait() raise its error.
-    After the end `.error` holds the error and `.failed_blocks` the positions in the batch. sync_transfers() gives
+    After the end `.error` holds the error and `.failed_positions` the positions in the batch. sync_transfers() gives
     order only: check `.error` before using the bytes. A block copied from a lost block is lost too, until it is
     written whole or kvswap.note_access() records a write.
 

@@ -445,7 +445,7 @@ PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   "  device's compute stream in any case. A Transfer that failed raises its error.\n"
 #define ERRORS_DOC                                                                                                     \
   "\nAll or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished\n"   \
-  "transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may "       \
+  "transfers. Later failures are reported block by block (FileTransfer.failed_positions, reasons). Any thread may "    \
   "call."
 
 const char kvs_py_file_store_doc[] =

@@ -91,7 +91,7 @@ static PyGetSetDef getset[] = {
     {"what", transfer_what, NULL, "str: 'store', 'load' or 'delete'.", NULL},
     {"num_kept", transfer_num_kept, NULL,
      "int: existing blocks that a store left unchanged (replace=False); 0 while it runs.", NULL},
-    {"reasons", transfer_reasons, NULL, "dict: an Exception for each of failed_blocks, by position.", NULL},
+    {"reasons", transfer_reasons, NULL, "dict: an Exception for each of failed_positions, by position.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -132,7 +132,7 @@ static PyObject *any_error(PyObject *self, void *Py_UNUSED(ignored)) {
   return kvs_py_exception(kvs_py_state_of(self), &err);
 }
 
-static PyObject *any_failed_blocks(PyObject *self, void *Py_UNUSED(ignored)) {
+static PyObject *any_failed_positions(PyObject *self, void *Py_UNUSED(ignored)) {
   size_t count;
   int64_t *data;
   uint32_t *positions = kvs_py_any_transfer_failed(self, &count);
@@ -174,7 +174,7 @@ static PyGetSetDef any_getset[] = {
      NULL},
     {"error", any_error, NULL,
      "Exception: why the transfer, or its first failed block, failed; None while it runs and if it succeeded.", NULL},
-    {"failed_blocks", any_failed_blocks, NULL,
+    {"failed_positions", any_failed_positions, NULL,
      "int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where "
      "the\n"
      "device cannot say which; empty while it runs.",

@@ -130,7 +130,7 @@ def transfer() -> Picture:
     p.box(334, 220, 100, 24, "failed", RED)
     p.box(334, 248, 100, 24, "cancelled", AMBER)
     p.text(448, 209, "every block arrived", size=13)
-    p.text(448, 237, "failed_blocks names the lost ones", size=13)
+    p.text(448, 237, "failed_positions lists the lost ones", size=13)
     p.text(448, 265, "stopped before it was issued (files)", size=13)
     p.text(30, 290, "It ends in exactly one state. wait(timeout) returns, or raises its error; done() never blocks.",
            fill=FAINT, size=12)  # fmt: skip
@@ -174,8 +174,7 @@ def failure() -> Picture:
             p.box(x + 98, 56 + j * 62, 62, 40, "lost" if lost else "right", RED if lost else GREEN, 12)
             p.arrow((x + 66, 76 + j * 62), (x + 96, 76 + j * 62), dashed=lost)
         p.text(x, 254, end, size=13)
-        p.text(x, 272, ["failed_blocks: [1]", "failed_blocks: [1]", "failed_blocks: []", "failed_blocks: []"][i],
-               fill=FAINT, size=12)  # fmt: skip
+        p.text(x, 272, f"failed_positions: {[1] if i < 2 else []}", fill=FAINT, size=12)
     return p
 
 

@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace) -> int:
             transfer = move(keys, blocks if name == "stored" else found, range(_BLOCKS))
             while not transfer.done():
                 time.sleep(0.001)
-            row[name] = _BLOCKS - len(transfer.failed_blocks)
+            row[name] = _BLOCKS - len(transfer.failed_positions)
             row[f"{name}_seconds"] = transfer.elapsed
             row.update({f"{name}_error": str(transfer.error)} if transfer.error else {})
         row["right"] = int((blocks == found).all(axis=1).sum())

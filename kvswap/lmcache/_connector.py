@@ -339,7 +339,7 @@ class FileConnector:
 
     def _settle(self, operation: _Operation) -> None:
         for positions, transfer in operation.parts:
-            failed = {int(i) for i in transfer.failed_blocks}
+            failed = {int(i) for i in transfer.failed_positions}
             for i, position in enumerate(positions):
                 good = i not in failed
                 operation.done[position] = good and (operation.what != "delete" or operation.done[position])

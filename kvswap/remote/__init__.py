@@ -8,7 +8,7 @@ stored bytes, or is reported as missing.
     with RemoteStore("10.0.0.1:50051", layout) as store:
         store.store(hashes, host_memory, ids).wait(timeout=10)
         load = store.load(hashes, host_memory, ids)
-        load.wait(timeout=10)  # raises what went wrong; load.failed_blocks says which blocks are missing
+        load.wait(timeout=10)  # raises what went wrong; load.failed_positions says which blocks are missing
 
 Nodes and master are Mooncake's own programs: docs/many-nodes.md has the commands.
 """

@@ -168,7 +168,7 @@ class RemoteStore:
 
         A block that did not fail is accepted: Mooncake has it, or had it, or another client is writing it. QueueFull:
         too many unfinished transfers. ValueError, IndexError, TypeError: wrong arguments; nothing was queued. Later
-        failures: RemoteTransfer.failed_blocks."""
+        failures: RemoteTransfer.failed_positions."""
         return self._submit("store", keys, blocks, ids)
 
     def load(self, keys: Any, blocks: Any, ids: Any = None) -> RemoteTransfer:

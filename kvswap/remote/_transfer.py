@@ -90,13 +90,13 @@ class RemoteTransfer:
         return reasons[min(reasons)] if reasons else None
 
     @property
-    def failed_blocks(self) -> NDArray[np.int64]:
+    def failed_positions(self) -> NDArray[np.int64]:
         """Positions, in the lists that were passed, of the blocks that failed, ascending; empty while it runs."""
         return np.array(sorted(self.reasons), np.int64)
 
     @property
     def reasons(self) -> dict[int, Exception]:
-        """An Exception for each of failed_blocks, by position; empty while it runs."""
+        """An Exception for each of failed_positions, by position; empty while it runs."""
         if self._pid != os.getpid():
             forked = _C.Error("the transfer was begun before fork(), by another process")
             return dict.fromkeys(range(self.num_blocks), forked)

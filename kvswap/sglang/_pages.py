@@ -117,7 +117,7 @@ class Pages:
         if transfer is None:  # full, another process writes, or there is no store yet
             return [False] * len(keys)
         wait(transfer, what, self.name)
-        failed = {int(i) // each for i in transfer.failed_blocks}
+        failed = {int(i) // each for i in transfer.failed_positions}
         if failed:
             _log.warning("%s: %d of %d pages of %s failed: %s", what, len(failed), len(keys), self.name, transfer.error)
         return [i not in failed for i in range(len(keys))]

@@ -156,7 +156,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         return [self._result(number, self._jobs.pop(number)) for number in ended]
 
     def _result(self, number: int, job: _Job) -> Any:
-        failed = set(range(len(job.keys))) if job.transfer is None else set(job.transfer.failed_blocks.tolist())
+        failed = set(range(len(job.keys))) if job.transfer is None else set(job.transfer.failed_positions.tolist())
         if failed and job.transfer is not None:
             _log.warning("%s of %d blocks: %s", "load" if job.load else "store", len(job.keys), job.transfer.error)
         arrived = tuple(key for i, key in enumerate(job.keys) if i not in failed)

@@ -120,7 +120,7 @@ def test_nothing_to_move_is_a_transfer() -> None:
     ):
         transfer.wait(LIMIT)
         assert (transfer.nbytes, transfer.state, transfer.error) == (0, "done", None)
-        assert transfer.failed_blocks.dtype == np.int64 and transfer.failed_blocks.shape == (0,)
+        assert transfer.failed_positions.dtype == np.int64 and transfer.failed_positions.shape == (0,)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -632,7 +632,7 @@ def test_nothing_leaks(device: kvswap.Device, stream: kvswap.Stream) -> None:
     def work() -> None:
         transfer = swap(gpu, cpu, ids, [1, 2], stream=stream, after=[event, stream])
         transfer.wait(LIMIT)
-        for name in ("event", "device", "error", "failed_blocks", "elapsed", "path", "state", "sequence"):
+        for name in ("event", "device", "error", "failed_positions", "elapsed", "path", "state", "sequence"):
             getattr(transfer, name)
         repr(transfer), repr(device), repr(stream), repr(event)
         swap(gpu, cpu, ids, [1, 2], after=transfer).wait(LIMIT)
@@ -1039,7 +1039,7 @@ def test_a_refused_copy_is_a_failed_block() -> None:
         assert caught.value.code == 7 and isinstance(caught.value, kvswap.Error)
         assert transfer.done() and transfer.state == "failed"
         assert type(transfer.error) is kvswap.DeviceError and transfer.error.code == 7
-        assert transfer.failed_blocks.tolist() == [1]
+        assert transfer.failed_positions.tolist() == [1]
         assert "failed" in repr(transfer)
         with pytest.raises(kvswap.DeviceError):
             _C._set_fault(device, "copy", "fail", code=7)

@@ -302,7 +302,7 @@ def keep_right(sides: Sides, works: list[Work], call: str, direction: int, **fau
     for transfer, work in zip(transfers, works, strict=True):
         if transfer is None:
             continue
-        failed = transfer.failed_blocks
+        failed = transfer.failed_positions
         carry_out(work, sides.gpu_model, sides.cpu_model, np.delete(np.arange(work.count), failed))
         sides.forget(work, failed)
         assert transfer.state == ("failed" if failed.size else "done")
@@ -363,8 +363,10 @@ def test_slots_that_a_refused_transfer_may_still_use(tiny: kvswap.Device, direct
             gate.open()
             tiny.synchronize(PATIENCE)
         for transfer, work in zip(transfers, works, strict=True):
-            carry_out(work, sides.gpu_model, sides.cpu_model, np.delete(np.arange(work.count), transfer.failed_blocks))
-            sides.forget(work, transfer.failed_blocks)
+            carry_out(
+                work, sides.gpu_model, sides.cpu_model, np.delete(np.arange(work.count), transfer.failed_positions)
+            )
+            sides.forget(work, transfer.failed_positions)
         sides.check(f"call {nth}")
     assert outcomes == {"raised", "dma", "burst"}
 
@@ -383,7 +385,7 @@ def test_a_transfer_that_moves_nothing_ends_after_what_it_waits_for(
         with testing.fault(tiny, "copy", "fail", every=1, code=33):
             lost = kvswap.move_blocks([other], [src], ids, ids, path="dma")
         tiny.synchronize(PATIENCE)
-        assert lost.failed_blocks.size == count
+        assert lost.failed_positions.size == count
     for options in ({"after": [held]}, {"after_layers": [held], "layer_events": True}):
         with Gate(tiny) as gate:
             gate.hold(held)
@@ -394,7 +396,7 @@ def test_a_transfer_that_moves_nothing_ends_after_what_it_waits_for(
                 assert not transfer.layer_done(0)
             gate.open()
             tiny.synchronize(PATIENCE)
-            assert transfer.done() and transfer.failed_blocks.size == ids.size
+            assert transfer.done() and transfer.failed_positions.size == ids.size
             assert transfer.path == "burst"
 
 
@@ -451,7 +453,7 @@ def test_a_device_that_is_lost_in_the_middle(direction: int, layered: bool) -> N
         for transfer in transfers:
             assert transfer.done()
             if transfer.state == "failed":
-                assert transfer.failed_blocks.size == 60
+                assert transfer.failed_positions.size == 60
                 with pytest.raises(kvswap.DeviceError, match="719"):
                     transfer.wait(0)
         with pytest.raises(kvswap.DeviceError, match="719"):
@@ -705,7 +707,7 @@ def test_a_call_of_a_layer_is_refused(
             with suppress(kvswap.DeviceError):  # it is known by now that it fails
                 jobs = check_layers(sides, work, transfer)
             device.synchronize(PATIENCE)
-            failed = transfer.failed_blocks
+            failed = transfer.failed_positions
             if jobs:
                 assert failed.size == 0 and [job.result(PATIENCE)[0] for job in jobs] == [0] * len(jobs), nth
             carry_out(work, sides.gpu_model, sides.cpu_model, np.delete(np.arange(work.count), failed))

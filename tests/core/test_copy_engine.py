@@ -401,7 +401,7 @@ def outcome_of(sides: Sides, work: Work, transfer: kvswap.Transfer) -> str:
         failed = np.array([], np.int64)
     except kvswap.DeviceError as error:
         assert error.code == 33
-        failed = transfer.failed_blocks
+        failed = transfer.failed_positions
         assert failed.size > 0 and transfer.state == "failed"
     kept = np.delete(np.arange(work.count), failed)
     carry_out(work, sides.gpu_model, sides.cpu_model, kept)
@@ -638,7 +638,7 @@ def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
                 continue
             with pytest.raises(kvswap.DeviceError):
                 unfinished.wait(PATIENCE)
-            assert unfinished.failed_blocks.tolist() == list(range(work.count))
+            assert unfinished.failed_positions.tolist() == list(range(work.count))
         with pytest.raises(kvswap.DeviceError, match="lost"):
             sides.swap(work, path="burst")
     assert lost > 0 or operation in ("event_query", "pointer_query"), "no such call was made"

@@ -54,7 +54,7 @@ def check_result(cache: Cache, transfer: kvswap.Transfer, gpu_ids: Any, cpu_ids:
     except kvswap.Error as error:
         if isinstance(error, kvswap.DeviceError):
             assert error.code == code
-        failed = transfer.failed_blocks
+        failed = transfer.failed_positions
         assert failed.size > 0
         assert transfer.state == "failed"
     kept = np.delete(np.arange(len(gpu_ids)), failed)
@@ -131,10 +131,10 @@ def test_copies_fail(cache: Cache, path: str, nth: int, every: int) -> None:
         transfer = cache.swap(gpu_ids, cpu_ids, path=path)
     check_result(cache, transfer, gpu_ids, cpu_ids, 44)
     expected = 0 if nth > 100 else 1 if every == 0 else 1 + (100 - nth) // every
-    assert transfer.failed_blocks.size == expected
+    assert transfer.failed_positions.size == expected
     untouched = gpu_ids if cache.direction else cpu_ids
     there, before = cache.target.get().reshape(BLOCKS, -1), cache.target_before.reshape(BLOCKS, -1)
-    lost = untouched[transfer.failed_blocks]
+    lost = untouched[transfer.failed_positions]
     np.testing.assert_array_equal(there[lost], before[lost])
 
 
@@ -180,7 +180,7 @@ def test_the_code_of_a_refused_end_is_kept(cache: Cache) -> None:
         found += 1
         assert isinstance(transfer.error, kvswap.DeviceError), transfer.error
         assert (transfer.error.code, transfer.error.operation) == (33, "event_record")
-        assert transfer.failed_blocks.tolist() == [0, 1]
+        assert transfer.failed_positions.tolist() == [0, 1]
     assert found == 1
 
 
@@ -209,7 +209,7 @@ def test_what_is_queued_later_comes_later_all_the_same(cache: Cache, path: str, 
         written.result(PATIENCE)
         device.synchronize(PATIENCE)
         assert check_pattern(device, target, cache.nbytes, ids, stream).result(PATIENCE) == (0, None, None), nth
-        found += transfer is not None and transfer.failed_blocks.size == 100
+        found += transfer is not None and transfer.failed_positions.size == 100
     assert found >= 1
 
 
@@ -308,5 +308,5 @@ def test_a_fault_of_copies_is_one_of_rows_too(device: kvswap.Device) -> None:
         transfer = swap()
         with pytest.raises(kvswap.DeviceError):
             transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.size > 0
+    assert transfer.failed_positions.size > 0
     swap().wait(PATIENCE)

@@ -169,7 +169,7 @@ def test_torch_ids_that_are_bad(cuda: kvswap.Device, torch: Any) -> None:
     transfer = kvswap.swap_cache_per_layer_async(gpu, cpu, 512, 64, 64, there, [0, 1, 2, 3], 0)
     with pytest.raises(kvswap.Error, match=r"gpu_block_ids\[1\] is 64, read on the device"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [1, 3]
+    assert transfer.failed_positions.tolist() == [1, 3]
     assert cpu[:5, 0].tolist() == [1, 0, 1, 0, 2]
     for wrong in (there.float(), there.to(torch.int16), there.bool()):
         with pytest.raises(TypeError, match=r"gpu_block_ids is a GPU array of .*: on the device ids are int"):

@@ -136,7 +136,7 @@ def test_blocks(pair: tuple[Tier, Tier], ids_path: str, direction: int, dtype: s
     transfer.wait(PATIENCE)
     expect(pair, direction, gpu, cpu)
     assert transfer.path == ids_path or ids_path == "auto"
-    assert (transfer.num_blocks, transfer.failed_blocks.size) == (5, 0)
+    assert (transfer.num_blocks, transfer.failed_positions.size) == (5, 0)
 
 
 @pytest.mark.parametrize("by_column", [False, True])
@@ -150,7 +150,7 @@ def test_blocks_by_their_tokens(
     transfer = swap(pair, direction, rows, cpu, path=ids_path)
     transfer.wait(PATIENCE)
     expect(pair, direction, gpu, cpu)
-    assert (transfer.num_blocks, transfer.failed_blocks.size) == (5, 0)
+    assert (transfer.num_blocks, transfer.failed_positions.size) == (5, 0)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_tokens_that_are_no_block(
     transfer = swap(pair, direction, TokenRows(pair[0].pool.device, rows), cpu, path=ids_path)
     with pytest.raises(kvswap.Error, match=message):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [1]
+    assert transfer.failed_positions.tolist() == [1]
     expect(pair, direction, gpu, cpu, bad=[1])
 
 
@@ -183,7 +183,7 @@ def test_two_rows_of_the_same_tokens(pair: tuple[Tier, Tier], ids_path: str) -> 
     transfer = swap(pair, H2D, rows, [5, 1, 8], path=ids_path)
     with pytest.raises(kvswap.Error, match=r"_ids\[0\] and \w+_ids\[2\] are both block 3, read on the device"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [0, 2]
+    assert transfer.failed_positions.tolist() == [0, 2]
     expect(pair, H2D, [3, 2, 3], [5, 1, 8], bad=[0, 2])
 
 
@@ -367,7 +367,7 @@ def test_ids_out_of_range(pair: tuple[Tier, Tier], ids_path: str, direction: int
         match=rf"^{name}\[{bad[0]}\] is {gpu[bad[0]]}, read on the device; pool 'pool \d+' has 9 blocks, 0 to 8",
     ):
         transfer.wait(PATIENCE)
-    assert transfer.done() and transfer.failed_blocks.tolist() == bad
+    assert transfer.done() and transfer.failed_positions.tolist() == bad
     expect(pair, direction, gpu, [6, 7, 8], bad)
 
 
@@ -378,7 +378,7 @@ def test_a_destination_twice(pair: tuple[Tier, Tier], ids_path: str) -> None:
     transfer = swap(pair, H2D, DeviceIds(device, gpu), cpu, path=ids_path)
     with pytest.raises(kvswap.Error, match=r"dst_ids\[1\] and dst_ids\[3\] are both 5, read on the device: two blocks"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [1, 3, 4, 5]
+    assert transfer.failed_positions.tolist() == [1, 3, 4, 5]
     expect(pair, H2D, gpu, cpu, [1, 3, 4, 5])
     pair[0].buffer.put(pair[0].before)
     gpu[4] = 5
@@ -400,7 +400,7 @@ def test_many_bad_ids(device: kvswap.Device, ids_path: str, direction: int) -> N
     transfer = swap((gpu, cpu), direction, DeviceIds(device, ids, "int32"), places, path=ids_path)
     with pytest.raises(kvswap.Error):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == bad
+    assert transfer.failed_positions.tolist() == bad
     expect((gpu, cpu), direction, ids, places, bad)
 
 
@@ -478,21 +478,21 @@ def test_a_lost_source_on_the_host(pair: tuple[Tier, Tier], ids_path: str) -> No
     load = swap(pair, H2D, DeviceIds(device, [5, 6, 7]), [2, 3, 4], path=ids_path)
     with pytest.raises(kvswap.Error, match="does not hold what it should"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [1]
+    assert load.failed_positions.tolist() == [1]
     np.testing.assert_array_equal(pair[0].now()[6], pair[0].blocks()[6])
     store = swap(pair, D2H, [5, 6, 7], [0, 1, 2])
     with pytest.raises(kvswap.Error, match="does not hold what it should"):
         store.wait(PATIENCE)
-    assert store.failed_blocks.tolist() == [1]
+    assert store.failed_positions.tolist() == [1]
     for slots, failed in (([0], [0]), ([7, 0], [0, 1])):  # nothing is left to copy
         load = swap(pair, H2D, DeviceIds(device, slots), [3, 3][: len(slots)], path=ids_path)
         with pytest.raises(kvswap.Error):
             load.wait(PATIENCE)
-        assert load.failed_blocks.tolist() == failed
+        assert load.failed_positions.tolist() == failed
     store = swap(pair, D2H, [0, 1, 7], [0, 1, 2])
     with pytest.raises(kvswap.Error, match="does not hold what it should"):
         store.wait(PATIENCE)
-    assert store.failed_blocks.tolist() == [0, 2]
+    assert store.failed_positions.tolist() == [0, 2]
     swap(pair, H2D, DeviceIds(device, [6]), [4]).wait(PATIENCE)  # written whole: right again
     swap(pair, D2H, [6], [0]).wait(PATIENCE)
 
@@ -503,11 +503,11 @@ def test_a_lost_source_on_the_gpu(pair: tuple[Tier, Tier], ids_path: str) -> Non
     store = swap(pair, D2H, DeviceIds(device, [5, 6, 7]), [0, 1, 2], path=ids_path)
     with pytest.raises(kvswap.Error, match=r"src_ids\[1\]: slot 6 of pool .* does not hold what it should"):
         store.wait(PATIENCE)
-    assert store.failed_blocks.tolist() == [1]
+    assert store.failed_positions.tolist() == [1]
     back = swap(pair, H2D, [0, 1], [0, 1])
     with pytest.raises(kvswap.Error):
         back.wait(PATIENCE)
-    assert back.failed_blocks.tolist() == [1]
+    assert back.failed_positions.tolist() == [1]
 
 
 @pytest.mark.parametrize("order", ["pool", "stream"])
@@ -530,7 +530,7 @@ def test_failure_travels_before_it_is_known(pair: tuple[Tier, Tier], order: str,
         for transfer, failed in ((back, [1]), (store, [2]), (load, [1, 2])):
             with pytest.raises(kvswap.Error):
                 transfer.wait(PATIENCE)
-            assert transfer.failed_blocks.tolist() == failed
+            assert transfer.failed_positions.tolist() == failed
     np.testing.assert_array_equal(pair[1].now()[[0, 1]], np.stack([pair[0].blocks()[4], pair[1].blocks()[2]]))
 
 
@@ -559,7 +559,7 @@ def test_pools_that_are_closed_first(device: kvswap.Device) -> None:
         gate.open()
         with pytest.raises(kvswap.Error):
             load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [1]
+    assert load.failed_positions.tolist() == [1]
     del buffers
 
 
@@ -631,7 +631,7 @@ def test_a_block_that_is_lost_at_once_comes_after_what_it_overwrites(device: kvs
         before.wait(PATIENCE)
         with pytest.raises(kvswap.Error, match=r"slot 8 .* does not hold what it should"):
             last.wait(PATIENCE)
-    assert last.failed_blocks.tolist() == [0]
+    assert last.failed_positions.tolist() == [0]
     with pytest.raises(kvswap.Error, match=r"slot 0 .* does not hold what it should"):
         move(target, other, [0], [2]).wait(PATIENCE)
 
@@ -642,7 +642,7 @@ def test_done_and_cancel(pair: tuple[Tier, Tier]) -> None:
     assert not transfer.cancel()
     device.synchronize(PATIENCE)
     assert transfer.done(), "its ids are back, and it is settled"
-    assert transfer.failed_blocks.tolist() == [1] and isinstance(transfer.error, kvswap.Error)
+    assert transfer.failed_positions.tolist() == [1] and isinstance(transfer.error, kvswap.Error)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -665,7 +665,7 @@ def test_refused_calls(device: kvswap.Device, ids_path: str, direction: int, ope
                 transfer.wait(PATIENCE)
         source, target = (pair[0], pair[1]) if direction == D2H else (pair[1], pair[0])
         src_ids, dst_ids = (gpu, cpu) if direction == D2H else (cpu, gpu)
-        now, bad = target.now(), transfer.failed_blocks.tolist()
+        now, bad = target.now(), transfer.failed_positions.tolist()
         for i in range(3):
             wanted = source.blocks()[src_ids[i]]
             assert i in bad or (now[dst_ids[i]] == wanted).all(), (operation, nth)
@@ -677,7 +677,7 @@ def test_refused_calls(device: kvswap.Device, ids_path: str, direction: int, ope
             store = swap(pair, D2H, [5, *gpu], [0, 6, 7, 8])
             with pytest.raises(kvswap.Error, match="does not hold what it should"):
                 store.wait(PATIENCE)
-            assert store.failed_blocks.tolist() == [i + 1 for i in bad]
+            assert store.failed_positions.tolist() == [i + 1 for i in bad]
 
 
 def lost_slots(pair: tuple[Tier, Tier]) -> list[int]:
@@ -687,7 +687,7 @@ def lost_slots(pair: tuple[Tier, Tier]) -> list[int]:
         store.wait(PATIENCE)
     for tier in pair:
         kvswap.note_access(0, tier.pool, range(BLOCKS), True)
-    return store.failed_blocks.tolist()
+    return store.failed_positions.tolist()
 
 
 def test_ids_that_only_a_copy_brings_back(pair: tuple[Tier, Tier]) -> None:
@@ -724,7 +724,7 @@ def test_a_lost_device() -> None:
     transfer = swap(pair, H2D, DeviceIds(device, [4]), [1])
     with testing.fault(device, "call", "lose", nth=1, code=700), pytest.raises(kvswap.DeviceError):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [0]
+    assert transfer.failed_positions.tolist() == [0]
 
 
 # -- the race checker -------------------------------------------------------------------------------------------------
@@ -943,4 +943,4 @@ def test_all_counters_count(device: kvswap.Device, pair: tuple[Tier, Tier]) -> N
             pass
     after = device.stats()
     assert (after["done"] - before["done"], after["failed"] - before["failed"]) == (1, 1)
-    assert list(itertools.chain(transfer.failed_blocks)) == [1]
+    assert list(itertools.chain(transfer.failed_positions)) == [1]

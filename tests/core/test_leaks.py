@@ -347,7 +347,7 @@ TABLE: Rows = {
     "Transfer.path": lambda t: t.ended.path,
     "Transfer.state": lambda t: (t.ended.state, t.fresh().state),
     "Transfer.error": lambda t: (t.ended.error, t.failed.error),
-    "Transfer.failed_blocks": lambda t: (t.ended.failed_blocks, t.failed.failed_blocks),
+    "Transfer.failed_positions": lambda t: (t.ended.failed_positions, t.failed.failed_positions),
     "Pool": pools,
     **{f"Pool.{name}": lambda t, name=name: getattr(t.pools[0], name) for name in POOL_ATTRIBUTES},
     "move_blocks": moves,
@@ -393,7 +393,7 @@ def files(t: Tools) -> None:
             t.wrong(lambda: store.store(keys, data, range(4)).wait(PATIENCE))
         load = store.load([*keys, b"5"], [*data, np.zeros(5000, np.uint8)])
         t.wrong(lambda: load.wait(PATIENCE))
-        assert len(load.reasons) == len(load.failed_blocks) == 2
+        assert len(load.reasons) == len(load.failed_positions) == 2
         store.delete(keys).wait(PATIENCE)
         t.wrong(lambda: store.pin([b"nobody"]))
         t.wrong(lambda: store.store([b""], data, [0]))

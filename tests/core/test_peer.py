@@ -358,7 +358,7 @@ def test_failure_travels_between_devices(
     for transfer in (first, second):
         with pytest.raises(kvswap.DeviceError):
             transfer.wait(PATIENCE)
-        assert transfer.failed_blocks.tolist() == [1]
+        assert transfer.failed_positions.tolist() == [1]
     kvswap.move_blocks(mine, theirs, [8], [7]).wait(PATIENCE)
     kvswap.move_blocks(theirs, kept, [7], [1]).wait(PATIENCE)
 
@@ -433,7 +433,7 @@ def slots_of(device: kvswap.Device, count: int, slots: int = 2) -> list[kvswap.P
 def fails(transfer: kvswap.Transfer) -> list[int]:
     with pytest.raises(kvswap.DeviceError, match="lost"):
         transfer.wait(PATIENCE)
-    return transfer.failed_blocks.tolist()
+    return transfer.failed_positions.tolist()
 
 
 def test_in_a_lane_it_fails_who_reads_what_was_to_be_written_and_no_neighbour() -> None:

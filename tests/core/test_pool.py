@@ -98,7 +98,7 @@ def test_whole_blocks(device: kvswap.Device, path: str, src: str, dst: str, side
     target.check(copied(source, target, src_ids, dst_ids))
     source.check(source.blocks())
     assert (transfer.num_blocks, transfer.nbytes) == (6, 6 * NBYTES)
-    assert transfer.failed_blocks.size == 0
+    assert transfer.failed_positions.size == 0
 
 
 def test_several_pairs(device: kvswap.Device, path: str) -> None:
@@ -804,7 +804,7 @@ def test_failure_travels(pair: tuple[Tier, Tier], cure: str) -> None:
     with pytest.raises(kvswap.Error, match=f"transfer {failed.number}") as caught:
         back.wait(PATIENCE)
     assert "injected fault" in str(caught.value)
-    assert back.failed_blocks.tolist() == [1]
+    assert back.failed_positions.tolist() == [1]
     np.testing.assert_array_equal(src.now()[[5, 7]], dst.now()[[2, 4]])
     np.testing.assert_array_equal(src.now()[6], src.blocks()[6])
 
@@ -816,7 +816,7 @@ def test_failure_goes_on_travelling(pair: tuple[Tier, Tier]) -> None:
     for transfer in (move(dst, src, [0], [1]), move(src, dst, [1], [2]), move(dst, dst, [2], [3])):
         with pytest.raises(kvswap.Error):
             transfer.wait(PATIENCE)
-        assert transfer.failed_blocks.tolist() == [0]
+        assert transfer.failed_positions.tolist() == [0]
     move(src, dst, [5], [3]).wait(PATIENCE)
     move(dst, src, [3], [4]).wait(PATIENCE)
     np.testing.assert_array_equal(src.now()[4], src.blocks()[5])
@@ -829,7 +829,7 @@ def test_failure_travels_through_a_group(device: kvswap.Device) -> None:
     back = move([host_keys, host_values], [keys, values], [3, 4], [5, 6])
     with pytest.raises(kvswap.Error):
         back.wait(PATIENCE)
-    assert back.failed_blocks.tolist() == [0]
+    assert back.failed_positions.tolist() == [0]
 
 
 # -- layer by layer ---------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_while_it_runs_and_after(cache: Cache, path: str) -> None:
         assert transfer.state == "running"
         assert transfer.elapsed is None
         assert transfer.error is None
-        assert transfer.failed_blocks.size == 0 and transfer.failed_blocks.dtype == np.int64
+        assert transfer.failed_positions.size == 0 and transfer.failed_positions.dtype == np.int64
         assert transfer.cancel() is False
         assert not transfer.event.query()
         assert "running" in repr(transfer)
@@ -68,7 +68,7 @@ def test_while_it_runs_and_after(cache: Cache, path: str) -> None:
         assert transfer.done()
         assert transfer.state == "done"
         assert transfer.error is None
-        assert transfer.failed_blocks.size == 0
+        assert transfer.failed_positions.size == 0
         assert transfer.elapsed is not None and transfer.elapsed >= 0
         assert transfer.event.query()
         assert transfer.cancel() is False
@@ -84,7 +84,7 @@ def test_while_it_runs_and_after(cache: Cache, path: str) -> None:
 
 
 def test_num_blocks_counts_pairs(device: kvswap.Device) -> None:
-    """Positions in failed_blocks are below num_blocks, also where there are several tensors."""
+    """Positions in failed_positions are below num_blocks, also where there are several tensors."""
     cache = Cache(device, 16, 96)
     ptrs = [cache.gpu.ptr, cache.gpu.ptr + 768], [cache.cpu.ptr, cache.cpu.ptr + 768]
     transfer = kvswap.swap_cache_all_layers_async(*ptrs, 96, 8, 8, [0, 1, 2], [3, 4, 5], 0, device=device)
@@ -464,7 +464,7 @@ def test_refused_copies(cache: Cache, path: str) -> None:
     assert transfer.state == "failed"
     assert transfer.done()
     assert isinstance(transfer.error, kvswap.DeviceError) and transfer.error.code == 77
-    failed = transfer.failed_blocks.tolist()
+    failed = transfer.failed_positions.tolist()
     assert failed == sorted(set(failed)) and 0 < len(failed) < 7
     assert set(failed) & {1, 2, 3} in (set(), {1, 2, 3})  # a run is one copy
     kept = [i for i in range(7) if i not in failed]
@@ -497,7 +497,7 @@ def test_one_copy_of_a_bisected_batch_fails(device: kvswap.Device) -> None:
         transfer = cache.swap(ids, ids, path="dma")
     with pytest.raises(kvswap.DeviceError, match="5"):
         transfer.wait(PATIENCE)
-    lost = transfer.failed_blocks.tolist()
+    lost = transfer.failed_positions.tolist()
     assert len(lost) == 1
     kept = np.delete(ids, lost)
     cache.check(kept, kept)
@@ -511,7 +511,7 @@ def test_a_block_of_several_tensors_is_named_once(device: kvswap.Device) -> None
     assert not transfer.done() or transfer.state == "failed"
     with pytest.raises(kvswap.DeviceError):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [0, 1, 2]
+    assert transfer.failed_positions.tolist() == [0, 1, 2]
     cache.check_untouched()
 
 
@@ -582,7 +582,7 @@ for thread in threads:
 assert errors == [(719, "failed")] * 4, errors
 assert device.lost
 assert "lost" in repr(device)
-assert [t.failed_blocks.tolist() for t in transfers] == [[0, 1]] * 3 + [[0]]
+assert [t.failed_positions.tolist() for t in transfers] == [[0, 1]] * 3 + [[0]]
 assert all(t.error.code == 719 for t in transfers)
 assert ended.state == "done" and ended.error is None
 for call in (lambda: cache.swap([0], [0]), lambda: device.synchronize(10), lambda: kvswap.Stream(device),
@@ -621,7 +621,7 @@ def test_loss_while_submitting() -> None:
                 assert device.lost
         if device.lost and earlier.error is not None:
             assert isinstance(earlier.error, kvswap.DeviceError) and earlier.error.code == 700
-            assert earlier.failed_blocks.tolist() == [0]
+            assert earlier.failed_positions.tolist() == [0]
 
 
 # -- streams being captured -------------------------------------------------------------------------------------------

@@ -638,7 +638,7 @@ def test_a_failed_store_is_no_source(rig: Rig) -> None:
     for transfer, lost in ((stored, [0, 1]), (loaded, [0]), (again, [0])):
         with pytest.raises(kvswap.DeviceError) as caught:
             transfer.wait(PATIENCE)
-        assert (transfer.state, transfer.failed_blocks.tolist()) == ("failed", lost)
+        assert (transfer.state, transfer.failed_positions.tolist()) == ("failed", lost)
         assert "code 33" in str(caught.value)
         assert transfer is stored or f"transfer {stored.number} failed" in str(transfer.error)
     rig.copied(Block(6, False), Block(8))

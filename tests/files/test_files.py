@@ -162,7 +162,7 @@ def test_what_a_transfer_says(rig: Rig) -> None:
     store = rig.store.store(keys_of(3), data, range(3))
     store.wait(PATIENCE)
     assert (store.what, store.state, store.num_blocks, store.nbytes) == ("store", "done", 3, 3 * rig.nbytes)
-    assert store.error is None and store.failed_blocks.size == 0 and store.reasons == {}
+    assert store.error is None and store.failed_positions.size == 0 and store.reasons == {}
     assert store.elapsed > 0 and store.done() and not store.cancel()
     again = rig.store.store(keys_of(4), np.concatenate([data, data[:1]]), range(4), replace=False)
     again.wait(PATIENCE)
@@ -170,7 +170,7 @@ def test_what_a_transfer_says(rig: Rig) -> None:
     load = rig.store.load([b"key-0", b"nobody", b"key-1", b"none"], [np.zeros(rig.nbytes, np.uint8) for _ in range(4)])
     with pytest.raises(kvswap.Error, match="block 1 is not in the store; in all 2 of 4 blocks failed"):
         load.wait(PATIENCE)
-    assert (load.state, load.failed_blocks.tolist(), sorted(load.reasons)) == ("failed", [1, 3], [1, 3])
+    assert (load.state, load.failed_positions.tolist(), sorted(load.reasons)) == ("failed", [1, 3], [1, 3])
     assert "block 3 is not in the store" in str(load.reasons[3])
     assert "load of 4 blocks, failed" in repr(load)
     assert rig.store.stats()["missed"] == 2
@@ -350,7 +350,7 @@ def test_a_flipped_bit_is_reported_and_never_served(tmp_path: Path, field: str, 
     load = rig.store.load(keys, target, range(8))
     with pytest.raises(kvswap.Error, match=r"is damaged on disk|is not in the store"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [1, 4, 6]
+    assert load.failed_positions.tolist() == [1, 4, 6]
     good = [0, 2, 3, 5, 7]
     np.testing.assert_array_equal(target[good], data[good])
     if not reopened:
@@ -374,7 +374,7 @@ def test_blocks_that_changed_places(tmp_path: Path) -> None:
     load = rig.store.load(keys, [np.zeros(rig.nbytes, np.uint8) for _ in keys])
     with pytest.raises(kvswap.Error, match="damaged"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [0, 1]
+    assert load.failed_positions.tolist() == [0, 1]
     rig.store.close()
 
 
@@ -443,7 +443,7 @@ def test_a_reader_of_a_file_that_ends_within_a_page(tmp_path: Path, engine: str,
             os._exit(5)
         except Exception as error:
             print(error)
-        assert load.failed_blocks.size == 5, load.failed_blocks
+        assert load.failed_positions.size == 5, load.failed_positions
         store.close()
         with reader() as store:
             assert sum(store.contains(keys)) == 3
@@ -561,7 +561,7 @@ def test_data_that_cannot_be_read_is_not_cut_off(tmp_path: Path) -> None:
         load = store.load(keys, target, range(10))
         while not load.done():
             time.sleep(0.001)
-        there = [i for i in range(10) if i not in load.failed_blocks]
+        there = [i for i in range(10) if i not in load.failed_positions]
         assert (target[there] == np.array(there)[:, None]).all() and cut <= 1
         store.close()
     with FileStore(folder, layout, capacity=1 << 20) as store:
@@ -844,7 +844,7 @@ def test_a_reader_beside_the_writer(rig: Rig) -> None:
     load = reader.load(keys, target, range(20))
     with pytest.raises(kvswap.Error, match="block 3 is not in the store"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [3]
+    assert load.failed_positions.tolist() == [3]
     others = [i for i in range(20) if i != 3]
     np.testing.assert_array_equal(target[others], data[others])
     reader.close()
@@ -881,7 +881,7 @@ def test_two_readers_and_a_writer(tmp_path: Path) -> None:
             load = reader.load([b"%d" % number for number in range(40)], target, range(40))
             while not load.done():
                 time.sleep(0.0001)
-            lost = set(load.failed_blocks.tolist())
+            lost = set(load.failed_positions.tolist())
             served[which] += 40 - len(lost)
             for number in set(range(40)) - lost:
                 if (target[number] != target[number][0]).any():
@@ -912,8 +912,8 @@ def test_a_refresh_beside_loads(tmp_path: Path, engine: str) -> None:
         reader.refresh()
         while not load.done():
             time.sleep(0.001)
-    good = [i for i in range(8) if i not in load.failed_blocks]
-    assert set(load.failed_blocks.tolist()) <= {1}
+    good = [i for i in range(8) if i not in load.failed_positions]
+    assert set(load.failed_positions.tolist()) <= {1}
     np.testing.assert_array_equal(target[good], data[good])
     assert reader.contains(keys) == [i != 1 for i in range(16)]
     assert reader.stats()["pinned"] == 2 and reader.stats()["blocks"] == 15
@@ -1110,7 +1110,7 @@ def test_pinned_blocks_stay(tmp_path: Path) -> None:
     full = rig.store.store(keys[11:13], data, [11, 12])
     with pytest.raises(kvswap.Error, match="no room to store block 0: all blocks of the store are pinned"):
         full.wait(PATIENCE)
-    assert full.failed_blocks.tolist() == [0, 1]
+    assert full.failed_positions.tolist() == [0, 1]
     rig.put(keys[:5], data[11:16])  # in their places
     np.testing.assert_array_equal(rig.get(keys[:5]), data[11:16])
     with pytest.raises(kvswap.Error, match=r"keys\[1\] is not in the store: nothing was pinned"):
@@ -1181,8 +1181,8 @@ def test_a_write_that_fails_is_a_failed_block(tmp_path: Path, engine: str, code:
         transfer = rig.store.store(keys, data, range(8))
         with pytest.raises(kvswap.Error, match=f"storing block . *: {os.strerror(code)} .errno {code}"):
             transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.size == 1
-    bad = int(transfer.failed_blocks[0])
+    assert transfer.failed_positions.size == 1
+    bad = int(transfer.failed_positions[0])
     assert os.strerror(code) in str(transfer.reasons[bad])
     assert rig.store.contains(keys) == [i != bad for i in range(8)]
     rig.put(keys, data)
@@ -1200,8 +1200,8 @@ def test_a_read_that_fails_is_a_block_that_is_lost(tmp_path: Path, engine: str) 
         load = rig.store.load(keys, np.zeros_like(data), range(8))
         with pytest.raises(kvswap.Error, match=r"loading block .: Input/output error"):
             load.wait(PATIENCE)
-    assert load.failed_blocks.size == 1
-    lost = int(load.failed_blocks[0])
+    assert load.failed_positions.size == 1
+    lost = int(load.failed_positions[0])
     assert rig.store.contains(keys) == [i != lost for i in range(8)]
     again = rig.store.store(keys, data, range(8), replace=False)
     again.wait(PATIENCE)
@@ -1222,7 +1222,7 @@ def test_no_room_for_another_file(tmp_path: Path, call: Any) -> None:
         transfer = rig.store.store(keys[:3], data, range(3))
         with pytest.raises(kvswap.Error, match="storing block 0: No space left on device"):
             transfer.wait(PATIENCE)
-        assert transfer.failed_blocks.tolist() == [0, 1, 2]
+        assert transfer.failed_positions.tolist() == [0, 1, 2]
     time.sleep(2.1)  # it is not tried at each block
     rig.put(keys[:8], data[:8])
     with testing.file_fault(rig.store, call, "fail", every=1, code=errno.ENOSPC):
@@ -1368,8 +1368,8 @@ def test_wait_with_a_limit_and_cancel(tmp_path: Path) -> None:
         assert transfer.cancel()
     with pytest.raises(kvswap.Error, match="cancelled before block"):
         transfer.wait(PATIENCE)
-    assert transfer.state == "cancelled" and 0 < transfer.failed_blocks.size < 20
-    assert rig.store.contains(keys) == [i not in transfer.failed_blocks for i in range(20)]
+    assert transfer.state == "cancelled" and 0 < transfer.failed_positions.size < 20
+    assert rig.store.contains(keys) == [i not in transfer.failed_positions for i in range(20)]
     rig.store.close()
 
 
@@ -1438,7 +1438,7 @@ def test_closing_cancels_what_has_not_begun(tmp_path: Path) -> None:
         rig.store.close(timeout=0.05)
     assert transfer.state == "cancelled"
     rig.store = rig.open()
-    assert rig.store.contains(keys) == [i not in transfer.failed_blocks for i in range(20)]
+    assert rig.store.contains(keys) == [i not in transfer.failed_positions for i in range(20)]
     rig.store.close()
 
 

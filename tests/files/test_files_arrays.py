@@ -128,7 +128,7 @@ def test_keys_of_other_calls(store: FileStore, what: str) -> None:
         if what == "load":  # each block is the one of its place in one of the lists, unless it was missed
             place = target[:, :8].copy().view(np.uint64)[:, 0]
             right = (place == np.arange(N)) | (place == np.arange(N) + N)
-            right[load.failed_blocks] = True
+            right[load.failed_positions] = True
             assert right.all()
         if what == "pin":  # all or none: what is pinned is taken off again, and then nothing is
             for key in check_index(store) if store.stats()["pinned"] else ():

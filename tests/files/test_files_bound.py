@@ -71,7 +71,7 @@ def check(store: FileStore, model: str, keys: list[bytes]) -> int:
         load.wait(PATIENCE)
     except kvswap.Error:
         assert all("is not in the store" in str(reason) for reason in load.reasons.values())
-    failed = set(load.failed_blocks.tolist())
+    failed = set(load.failed_positions.tolist())
     for i, key in enumerate(keys):
         if i not in failed:
             np.testing.assert_array_equal(target[i], block_of(model, key))
@@ -201,7 +201,7 @@ def test_loads_that_run_while_their_segment_goes(tmp_path: Path) -> None:
                 load.wait(PATIENCE)
             except kvswap.Error:
                 assert all("is not in the store" in str(reason) for reason in load.reasons.values())
-            for i in sorted(set(range(len(keys))) - set(load.failed_blocks.tolist())):
+            for i in sorted(set(range(len(keys))) - set(load.failed_positions.tolist())):
                 np.testing.assert_array_equal(target[i], block_of("a", keys[i]))
         until(lambda: open_files(tmp_path, deleted=True) == 0)
 

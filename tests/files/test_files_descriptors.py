@@ -126,7 +126,7 @@ def test_no_descriptor_is_left(tmp_path: Path, engine: str, shared: bool) -> Non
             load = store.load(keys, target, range(200))
             with suppress(kvswap.Error):
                 load.wait(PATIENCE)
-            lost = set(load.failed_blocks.tolist())
+            lost = set(load.failed_positions.tolist())
             assert all("errno 24" in str(why) for why in load.reasons.values())
             assert all((target[i] == data[i]).all() for i in range(200) if i not in lost)
             assert store.contains(keys) == [True] * 200
@@ -164,7 +164,7 @@ def test_a_segment_that_was_closed_and_replaced(tmp_path: Path) -> None:
         load = store.load(keys, target, range(300))
         with suppress(kvswap.Error):
             load.wait(PATIENCE)
-        lost = set(load.failed_blocks.tolist())
+        lost = set(load.failed_positions.tolist())
         assert lost and all((target[i] == data[i]).all() for i in range(300) if i not in lost)
         assert store.contains(keys) == [i not in lost for i in range(300)]
         store.store(keys, data, range(300), replace=False).wait(PATIENCE)

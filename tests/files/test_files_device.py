@@ -204,10 +204,10 @@ def test_a_copy_that_is_refused_is_a_failed_block(rig: Rig, what: str) -> None:
         with pytest.raises(kvswap.DeviceError, match="the copy between device and staging failed") as told:
             transfer.wait(PATIENCE)
         assert told.value.code == 1
-    assert 0 < transfer.failed_blocks.size <= 2
-    assert set(transfer.reasons) == set(transfer.failed_blocks.tolist())
+    assert 0 < transfer.failed_positions.size <= 2
+    assert set(transfer.reasons) == set(transfer.failed_positions.tolist())
     # a slot that a failed copy should have filled is lost until it is written: so says the pool
-    good = [i for i in ids if i not in transfer.failed_blocks]
+    good = [i for i in ids if i not in transfer.failed_positions]
     rig.store.load(keys_of(good), rig.pools, good).wait(PATIENCE)
     rig.store.load(keys_of(ids), rig.pools, ids + 20).wait(PATIENCE)
     for rows in rig.model:
@@ -248,7 +248,7 @@ def test_a_damaged_block_does_not_reach_the_device(rig: Rig) -> None:
     load = rig.store.load(keys_of(ids), rig.pools, ids + 10)
     with pytest.raises(kvswap.Error, match="block 3 is damaged on disk"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [3]
+    assert load.failed_positions.tolist() == [3]
     for rows in rig.model:
         rows[[10, 11, 12, 14, 15]] = rows[[0, 1, 2, 4, 5]]
     rig.check()

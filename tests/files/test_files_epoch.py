@@ -30,7 +30,7 @@ def load_fails(store: FileStore, keys: list[bytes]) -> None:
     load = store.load(keys, target, range(len(keys)))
     with pytest.raises(kvswap.Error, match="is not in the store"):
         load.wait(PATIENCE)
-    assert len(load.failed_blocks) == len(keys)
+    assert len(load.failed_positions) == len(keys)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -132,7 +132,7 @@ def test_a_store_that_was_submitted_before(tmp_path: Path) -> None:
             after = store.store(keys[:2], blocks[:2])
         with pytest.raises(kvswap.Error, match="storing block 0: the store was cleared after the block was submitted"):
             before.wait(PATIENCE)
-        assert len(before.failed_blocks) == 4
+        assert len(before.failed_positions) == 4
         after.wait(PATIENCE)
         assert store.contains(keys) == [True, True, False, False]
         check(store, keys[:2])

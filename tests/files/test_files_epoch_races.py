@@ -101,7 +101,7 @@ class Engine:
             for reason in load.reasons.values():
                 if "is not in the store" not in str(reason):
                     self.wrong.put(str(reason))
-        failed = set(load.failed_blocks.tolist())
+        failed = set(load.failed_positions.tolist())
         for i, key in enumerate(some):
             if i in failed:
                 continue

@@ -63,7 +63,7 @@ def refuses(store: FileStore, code: int | tuple[int, ...], key: bytes = b"new") 
         transfer.wait(PATIENCE)
     codes = code if isinstance(code, tuple) else (code,)
     assert any(f"errno {each}" in str(raised.value) for each in codes), raised.value
-    assert transfer.failed_blocks.tolist() == [0] and list(transfer.reasons) == [0]
+    assert transfer.failed_positions.tolist() == [0] and list(transfer.reasons) == [0]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -206,7 +206,7 @@ def test_faults_of_files(rig: Rig, durability: str, call: str, action: str, code
                 assert action == "fail", error
             if kind == "store":
                 transfers.append(rig.store.load(keys_of(ids), rig.pools, [i + 20 for i in ids]))
-    lost = {int(i) for transfer in transfers for i in transfer.failed_blocks}
+    lost = {int(i) for transfer in transfers for i in transfer.failed_positions}
     assert bool(lost) == (action == "fail")
     after = [buffer.get().reshape(rows.shape) for buffer, rows in zip(rig.buffers, rig.model, strict=True)]
     for i in set(ids) - lost:
@@ -246,7 +246,7 @@ def test_a_device_that_refuses_the_checksum(rig: Rig) -> None:
             with pytest.raises(kvswap.DeviceError, match="failed") as told:
                 transfer.wait(PATIENCE)
         assert told.value.code == 1
-        assert transfer.failed_blocks.tolist() == [0, 1, 2, 3]
+        assert transfer.failed_positions.tolist() == [0, 1, 2, 3]
     rig.check()
     rig.store.load(keys_of(range(4)), rig.pools, range(10, 14)).wait(PATIENCE)
     for rows in rig.model:
@@ -434,7 +434,7 @@ def test_every_result_is_looked_at(
     with pytest.raises(kvswap.Error, match=message):
         transfer.wait(PATIENCE)
     fake.kind = 0
-    failed = [int(i) for i in transfer.failed_blocks]
+    failed = [int(i) for i in transfer.failed_positions]
     assert len(failed) == 1 and sorted(transfer.reasons) == failed
     for rows in rig.model:
         for i in set(range(4)) - set(failed):
@@ -518,7 +518,7 @@ def test_bytes_that_arrive_wrong_are_not_served(fake: Fake, host: kvswap.Device,
     load = rig.store.load(keys_of([1, 2]), rig.pools, [11, 12])
     with pytest.raises(kvswap.Error, match="damaged on disk"):
         load.wait(PATIENCE)
-    assert load.failed_blocks.tolist() == [0, 1]
+    assert load.failed_positions.tolist() == [0, 1]
     rig.check()
     rig.store.close()
 
@@ -598,7 +598,7 @@ def test_a_block_counts_as_stored_when_the_disk_says_so(rig: Rig, durability: st
                 transfer.wait(PATIENCE)
         else:
             transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.size == (3 if durability == "fsync" else 0)
+    assert transfer.failed_positions.size == (3 if durability == "fsync" else 0)
     assert rig.store.contains(keys_of(range(1, 4))) == [durability == "none"] * 3
 
 

@@ -93,7 +93,7 @@ def test_no_number_is_left(rig: Rig) -> None:
         load = rig.store.store(keys_of(5), blocks, range(5))
         with pytest.raises(kvswap.Error, match="no sequence number is left"):
             load.wait(PATIENCE)
-        assert len(load.failed_blocks) == 5
+        assert len(load.failed_positions) == 5
     rig.reopen()
     assert (rig.get([b"fits"]) == blocks[:1]).all() and rig.store.stats()["lost_slots"] == 0
 
@@ -327,7 +327,7 @@ def test_a_segment_that_shrinks_beneath_a_store(rig: Rig, at: int) -> None:
         load = store.load(keys_of(8), target, range(8))
         with contextlib.suppress(kvswap.Error):
             load.wait(PATIENCE)
-        lost = set(load.failed_blocks)
+        lost = set(load.failed_positions)
         assert lost and all((target[i] == blocks[i]).all() for i in range(8) if i not in lost)
     reader.close()
     rig.put([b"after"], blocks[:1])

@@ -127,7 +127,7 @@ def test_a_disk_that_refuses_segments_is_not_full(tmp_path: Path, code: int) -> 
         transfer = rig.store.store(keys_of(4, "new"), data, range(4))
         with pytest.raises(kvswap.Error, match=f"errno {code}"):
             transfer.wait(PATIENCE)
-    assert len(transfer.failed_blocks) == 4 and rig.store.stats()["evicted"] == 0
+    assert len(transfer.failed_positions) == 4 and rig.store.stats()["evicted"] == 0
     np.testing.assert_array_equal(rig.get(keys), data)
     time.sleep(2.1)
     rig.put(keys_of(4, "new"), data[:4])

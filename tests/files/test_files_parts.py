@@ -83,7 +83,7 @@ def test_a_missing_block_leaves_the_others(tmp_path: Path) -> None:
         load = store.load([b"b", b"a"], places, parts=parts)
         with pytest.raises(kvswap.Error, match="block 0 is not in the store"):
             load.wait(PATIENCE)
-        assert load.failed_blocks.tolist() == [0]
+        assert load.failed_positions.tolist() == [0]
         np.testing.assert_array_equal(target[1], source)
 
 

@@ -208,7 +208,7 @@ def test_deleting(tmp_path: Path) -> None:
         transfer = two.delete(keys)
         with pytest.raises(kvswap.Error, match="block 1 was stored by another process, which alone deletes it"):
             transfer.wait(PATIENCE)
-        assert transfer.failed_blocks.tolist() == [1]
+        assert transfer.failed_positions.tolist() == [1]
         until(lambda: one.contains(keys) == [False, True, False, False])
     with open_store(tmp_path) as again:
         assert again.contains(keys) == [False, True, False, False]
@@ -291,7 +291,7 @@ def test_two_writers_and_two_readers(tmp_path: Path, engine: str) -> None:
                 for reason in load.reasons.values():
                     if "is not in the store" not in str(reason):
                         wrong.append(str(reason))
-            failed = set(load.failed_blocks.tolist())
+            failed = set(load.failed_positions.tolist())
             for i, key in enumerate(some):
                 if i not in failed:
                     served[number] += 1
@@ -435,9 +435,9 @@ def test_a_damaged_or_deleted_block_is_anothers(tmp_path: Path) -> None:
         load = one.load(keys, target, range(len(keys)))
         with pytest.raises(kvswap.Error, match="is damaged"):
             load.wait(PATIENCE)
-        assert len(load.failed_blocks) == 1
+        assert len(load.failed_positions) == 1
         check(one, keys)
-        whole = [key for i, key in enumerate(keys) if i not in load.failed_blocks]
+        whole = [key for i, key in enumerate(keys) if i not in load.failed_positions]
         one.delete(whole).wait(PATIENCE)  # its own
         check(one, keys)
         with pytest.raises(kvswap.Error):
@@ -481,7 +481,7 @@ def test_forged_notices_cost_a_miss(tmp_path: Path) -> None:
                     load.wait(PATIENCE)
                 except kvswap.Error as error:
                     assert "is not in the store" in str(error)
-                for i in set(range(20)) - set(load.failed_blocks.tolist()):
+                for i in set(range(20)) - set(load.failed_positions.tolist()):
                     np.testing.assert_array_equal(target[i], block_of(keys[i]))
 
 

@@ -19,7 +19,7 @@ NO_WAITS = {
     FileStore: {"store", "load", "delete", "contains", "pin", "unpin", "touch", "keys", "stats", "info",
                 "block_nbytes", "take_events"},
     FileTransfer: {"done", "cancel", "what", "state", "nbytes", "num_blocks", "num_kept", "elapsed", "error",
-                   "failed_blocks", "reasons"},
+                   "failed_positions", "reasons"},
 }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def right(
     assert_type(device.info["kernels"], bool)
     assert_type(device.stats(), DeviceStats)
     assert_type(device.stats()["paths"]["d2h"]["dma"]["seconds"], float)
-    assert_type(transfer.failed_blocks, NDArray[np.int64])
+    assert_type(transfer.failed_positions, NDArray[np.int64])
 
 
 def aliases(address: Address, ids: Ids, stream: StreamLike, after: After, device: DeviceLike) -> None:

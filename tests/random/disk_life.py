@@ -92,7 +92,7 @@ class Life:
         load = store.load([key_of(number) for number in numbers], target, range(40))
         with contextlib.suppress(kvswap.Error):
             load.wait(WAIT)
-        lost = set(load.failed_blocks.tolist())
+        lost = set(load.failed_positions.tolist())
         for at, number in enumerate(numbers):
             if at in lost:
                 self.sure[shared].discard(number)
@@ -106,7 +106,7 @@ class Life:
         transfer = store.store([key_of(n) for n in numbers], self.blocks, numbers, replace=self.rng.random() < 0.2)
         with contextlib.suppress(kvswap.Error):
             transfer.wait(WAIT)
-        lost = set(transfer.failed_blocks.tolist())
+        lost = set(transfer.failed_positions.tolist())
         self.counts["stored"] += len(numbers) - len(lost)
         self.counts["not stored"] += len(lost)
         self.sure[shared] |= {number for at, number in enumerate(numbers) if at not in lost}

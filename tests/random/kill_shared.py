@@ -76,7 +76,7 @@ def find(store: FileStore, numbers: list[int]) -> list[str]:
     with suppress(kvswap.Error):
         load.wait(PATIENCE)
     wrong = [f"key {numbers[i]}: {reason}" for i, reason in load.reasons.items()]
-    failed = set(load.failed_blocks.tolist())
+    failed = set(load.failed_positions.tolist())
     return wrong + [
         f"key {n}: wrong bytes"
         for i, n in enumerate(numbers)

@@ -141,7 +141,7 @@ class Faults:
         return self.store.load(self.keys, found, range(BLOCKS)), found
 
     def compare(self, load: Any, found: Any) -> int:
-        failed = set(load.failed_blocks.tolist())
+        failed = set(load.failed_positions.tolist())
         wrong = [i for i in range(BLOCKS) if i not in failed and not np.array_equal(found[i], self.want[i])]
         assert not wrong, f"wrong blocks {wrong}, seed {self.seed}"
         return BLOCKS - len(failed)
@@ -184,7 +184,7 @@ class Faults:
             raise AssertionError("no load could be struck")
         self.finish(begin, load, stores)
         self.counts["blocks loaded beside a fault"] += self.compare(load, found)
-        self.counts["blocks missed beside a fault"] += len(load.failed_blocks)
+        self.counts["blocks missed beside a fault"] += len(load.failed_positions)
         begin = time.monotonic()
         load, found = self.load()
         self.finish(begin, load)

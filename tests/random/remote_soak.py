@@ -104,7 +104,7 @@ class Soak:
         while not transfer.done():
             time.sleep(0.0005)
         if what == "load":
-            failed = set(transfer.failed_blocks.tolist())
+            failed = set(transfer.failed_positions.tolist())
             with self.lock:
                 floor = max(least for since, least in self.floor if since <= begin)
             for i, (row, number) in enumerate(zip(memory, numbers, strict=True)):
@@ -112,7 +112,7 @@ class Soak:
                     self.check(row, number, floor)
             self.count("loaded", len(keys) - len(failed))
         else:
-            self.count("accepted", len(keys) - len(transfer.failed_blocks))
+            self.count("accepted", len(keys) - len(transfer.failed_positions))
         return None
 
     def check(self, row: Any, number: int, floor: int) -> None:

@@ -116,9 +116,11 @@ class Round:
                 continue
             assert transfer.done(), self.what
             assert self.faults or transfer.error is None, f"{self.what}: {transfer.error}"
-            assert transfer.nbytes == 0 or (transfer.error is None) == (transfer.failed_blocks.size == 0), self.what
+            assert transfer.nbytes == 0 or (transfer.error is None) == (transfer.failed_positions.size == 0), self.what
             blocks = np.arange(work.count)
-            failed = blocks if listed and transfer.error else transfer.failed_blocks  # a list's: in an order of its own
+            failed = (
+                blocks if listed and transfer.error else transfer.failed_positions
+            )  # a list's: in an order of its own
             carry_out(work, self.sides.gpu_model, self.sides.cpu_model, np.delete(blocks, failed))
             self.sides.forget(work, failed)
             seeds.add(work, transfer)

@@ -85,7 +85,7 @@ def test_blocks_go_to_nodes_and_come_back(shared: Cluster, layout: Layout) -> No
         load = other.load([*keys, b"none"], found, range(41))
         with pytest.raises(MissingKey, match="on no node"):
             load.wait(PATIENCE)
-        assert load.failed_blocks.tolist() == [40] and load.state == "failed"
+        assert load.failed_positions.tolist() == [40] and load.state == "failed"
         np.testing.assert_array_equal(found[:40], blocks)
         assert (found[40] == 0xEE).all()
         assert other.contains([*keys, b"none"]) == [True] * 40 + [False]
@@ -147,7 +147,7 @@ def test_clear_is_known_everywhere_within_a_second(shared: Cluster, layout: Layo
         load = other.load(keys, found, range(4))
         with pytest.raises(MissingKey):
             load.wait(PATIENCE)
-        assert len(load.failed_blocks) == 4
+        assert len(load.failed_positions) == 4
         other.store(keys, blocks, range(4)).wait(PATIENCE)
         until(lambda: all(store.contains(keys)), 3.0)
 
@@ -203,7 +203,7 @@ sys.stdin.readline()
 found = np.zeros(int(sys.argv[2]), np.uint8)
 load = store.load([b"k"], found, [0])
 while not load.done(): time.sleep(0.001)
-print("found" if not len(load.failed_blocks) else "missing", store.contains([b"k"]), flush=True)
+print("found" if not len(load.failed_positions) else "missing", store.contains([b"k"]), flush=True)
 store.close()
 """
 
@@ -281,7 +281,7 @@ def test_an_object_of_another_key_is_no_block(shared: Cluster, layout: Layout) -
         load = store.load([b"b", b"c"], found, range(2))
         with pytest.raises(MissingKey, match="other key"):
             load.wait(PATIENCE)
-        assert len(load.failed_blocks) == 2 and (found == 0xEE).all()
+        assert len(load.failed_positions) == 2 and (found == 0xEE).all()
     raw.close()
 
 
@@ -341,7 +341,7 @@ def test_a_stopped_node_is_a_miss_at_the_limit_and_the_other_one_serves(cluster:
         load = store.load(keys, found, range(64))
         ended(load, 2.0)
         assert time.monotonic() - begin < 2.0
-        failed = set(load.failed_blocks.tolist())
+        failed = set(load.failed_positions.tolist())
         assert not failed & set(serving), load.error
         np.testing.assert_array_equal(found[serving], blocks[serving])
     assert "no answer" in store.stats()["nodes"].values()
@@ -386,7 +386,7 @@ def test_a_master_that_restarts_and_a_node_that_dies(cluster: Cluster, layout: L
         cluster.nodes[0].kill()
         load = store.load(keys, found, range(16))
         ended(load, 3.0)
-        right = sorted(set(range(16)) - set(load.failed_blocks.tolist()))
+        right = sorted(set(range(16)) - set(load.failed_positions.tolist()))
         np.testing.assert_array_equal(found[right], blocks[right])
         cluster.restart_master()
 
@@ -394,14 +394,14 @@ def test_a_master_that_restarts_and_a_node_that_dies(cluster: Cluster, layout: L
             store.store([b"new"], blocks_of(1), [0])
             load = store.load([b"new"], found, [0])
             ended(load, 3.0)
-            return not len(load.failed_blocks)
+            return not len(load.failed_positions)
 
         until(again)
         assert store._epoch.known() != before
         np.testing.assert_array_equal(found[0], blocks_of(1)[0])
         load = store.load(keys, found, range(16))
         ended(load, 3.0)
-        assert len(load.failed_blocks) == 16
+        assert len(load.failed_positions) == 16
 
 
 def test_the_command(shared: Cluster, layout: Layout, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,7 +466,7 @@ running = store.load([b"k"], block, [0])
 pid = os.fork()
 if pid == 0:
     load = store.load([b"k"], block, [0])
-    assert load.done() and len(load.failed_blocks) == 1 and running.done() and len(running.failed_blocks) == 1
+    assert load.done() and len(load.failed_positions) == 1 and running.done() and len(running.failed_positions) == 1
     assert store.contains([b"k"]) == [False] and store.delete([b"k"]) == ["unknown"]
     store.close()
     sys.exit(7)

@@ -172,7 +172,7 @@ def test_every_code_of_every_call(code: int) -> None:
         StandIn.codes["put"] = code
         stored = until_done(store.store([b"a"], blocks_of(1), [0]))
         accepted = known is _codes.Meaning.HIT
-        assert (not len(stored.failed_blocks)) == accepted
+        assert (not len(stored.failed_positions)) == accepted
         assert accepted or str(code) in str(stored.error)
         StandIn.codes.pop("put")
         until_done(store.store([b"b"], blocks_of(1), [0]))
@@ -191,7 +191,7 @@ def test_what_mooncake_raises_is_a_miss() -> None:
         StandIn.error = RuntimeError("from C++")
         assert store.contains([b"a"]) == [False]
         for transfer in (store.store([b"b"], blocks_of(1), [0]), store.load([b"a"], blocks_of(1), [0])):
-            assert len(until_done(transfer).failed_blocks) == 1
+            assert len(until_done(transfer).failed_positions) == 1
 
 
 def test_put_answers_0_and_keeps_what_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_put_answers_0_and_keeps_what_is_damaged(monkeypatch: pytest.MonkeyPatch
         StandIn.objects[name] = bytes(whole)
         for _ in range(2):
             assert isinstance(until_done(store.load([b"a"], found, [0])).error, MissingKey)
-            assert not len(until_done(store.store([b"a"], block, [0])).failed_blocks)
+            assert not len(until_done(store.store([b"a"], block, [0])).failed_positions)
             assert (found == 0xEE).all() and store.contains([b"a"]) == [False]
         assert store.stats()["wrong_bytes"] == 1, "it is not read again"
         assert "remove" not in StandIn.calls, "its lease has not ended"
@@ -236,7 +236,7 @@ def test_the_limit_holds_and_a_late_answer_reaches_nobody() -> None:
             begin = time.monotonic()
             load = until_done(store.load(keys, found, range(8)))
             assert time.monotonic() - begin < 2.0
-            assert load.failed_blocks.tolist() == odd.tolist()
+            assert load.failed_positions.tolist() == odd.tolist()
             np.testing.assert_array_equal(found[even], blocks[even])
         begin = time.monotonic()
         load = until_done(store.load([keys[odd[0]]], found, [odd[0]]))
@@ -257,7 +257,7 @@ def test_stores_that_hang_leave_half_of_the_threads() -> None:
         stores = [store.store([b"new %d" % i], blocks_of(1), [0]) for i in range(20)]
         found = np.zeros((1, NBYTES), np.uint8)
         store.load([b"0"], found, [0]).wait(PATIENCE)
-        assert all(len(until_done(each).failed_blocks) for each in stores)
+        assert all(len(until_done(each).failed_positions) for each in stores)
         store.load([b"0"], found, [0]).wait(PATIENCE)
         running = store._calls._lanes["stores"].running
         assert 0 < len(running) <= store._calls.threads // 2

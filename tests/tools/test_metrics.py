@@ -192,7 +192,7 @@ def test_failures_by_kind_and_their_blocks(own: kvswap.Device) -> None:
         with pytest.raises(kvswap.DeviceError):
             transfer.wait(PATIENCE)
     after = path_row("d2h", "dma")
-    lost = len(transfer.failed_blocks)
+    lost = len(transfer.failed_positions)
     assert lost >= 1
     assert after["failed"].get("refused", 0) - before["failed"].get("refused", 0) == 1
     assert after["failed_blocks"] - before["failed_blocks"] == lost

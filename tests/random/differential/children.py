@@ -148,7 +148,8 @@ def lose_a_device(world: World) -> None:
         except kvswap.DeviceError as error:
             check(device.lost and error.code == code, f"{error!r}")
             check(
-                transfer.failed_blocks.tolist() == list(range(work.count)), "a lost device, and not all blocks failed"
+                transfer.failed_positions.tolist() == list(range(work.count)),
+                "a lost device, and not all blocks failed",
             )
     if not device.lost:
         for work, _ in taken:

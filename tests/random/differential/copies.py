@@ -465,7 +465,7 @@ def hold_up(world: World) -> None:
         f"Transfer.{name}"
         for name in ("device", "num_layers", "number", "lane", "sequence", "elapsed", "duration", "path", "state")
     ),
-    *(f"Transfer.{name}" for name in ("event", "error", "failed_blocks")),
+    *(f"Transfer.{name}" for name in ("event", "error", "failed_positions")),
 )
 def look(world: World) -> None:
     """At a transfer, whether it runs or has ended."""
@@ -503,7 +503,7 @@ def look(world: World) -> None:
             pass
         except kvswap.Error:
             check(use.faulted or use.tainted, f"failed without a fault: {transfer.error!r}")
-            check(transfer.failed_blocks.size > 0, "failed, with no failed block")
+            check(transfer.failed_positions.size > 0, "failed, with no failed block")
 
 
 @operation(2)

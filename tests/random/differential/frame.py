@@ -406,9 +406,11 @@ class World:
     def told(self, transfer: kvswap.Transfer, faulted: bool) -> Any:
         """Positions that failed, of a transfer that must have ended."""
         check(transfer.done(), f"a transfer goes on after the device's end: {transfer!r}")
-        error, failed = transfer.error, transfer.failed_blocks
+        error, failed = transfer.error, transfer.failed_positions
         check((error is None) == (transfer.state == "done"), f"state {transfer.state}, error {error!r}")
-        check((error is None) == (failed.size == 0) or transfer.nbytes == 0, f"{error!r} with failed_blocks {failed}")
+        check(
+            (error is None) == (failed.size == 0) or transfer.nbytes == 0, f"{error!r} with failed_positions {failed}"
+        )
         if error is None:
             transfer.wait(0)
             self.totals.nbytes += transfer.nbytes

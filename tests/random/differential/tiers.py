@@ -136,7 +136,7 @@ FILE_TRANSFER = (
         "files.FileStore.delete",
         "files.FileTransfer",
     ),
-    *("files.FileTransfer.failed_blocks", "files.FileTransfer.reasons", "files.Layout", "files.Layout.parse"),
+    *("files.FileTransfer.failed_positions", "files.FileTransfer.reasons", "files.Layout", "files.Layout.parse"),
     *(f"files.FileTransfer.{name}" for name in FILE_TRANSFER),
     *("files.FileStore.info", "files.FileStore.block_nbytes"),
     *("files.Layout.block_nbytes", "files.Layout.fields", "files.Layout.text"),
@@ -246,7 +246,7 @@ def arrive(mine: Tier, number: int, reason: Any, faulty: bool, places: Any, ther
 
 
 def file_told(transfer: FileTransfer, what: str, count: int, mine: Tier) -> None:
-    failed = transfer.failed_blocks.tolist()
+    failed = transfer.failed_positions.tolist()
     check(transfer.done() and transfer.what == what and transfer.num_blocks == count, "a file transfer's facts")
     check(sorted(transfer.reasons) == failed, f"failed {failed}, reasons {transfer.reasons}")
     check(
