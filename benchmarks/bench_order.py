@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import kvswap
-from kvswap.transfer_manager import KVCacheBlockPool, KVCacheTransferManager
+from kvswap.trtllm import KVCacheBlockPool, KVCacheTransferManager
 
 LAYERS = 32
 BLOCKS = 512

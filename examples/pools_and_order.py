@@ -41,8 +41,8 @@ store.wait(timeout=10)
 
 # Was anything left without an order? The race checker reports accesses that nothing orders, whatever their timing was.
 with testing.race_checker(raise_at_exit=False) as checker:
-    kvswap.note_access(model, gpu, [5], True)  # the engine says: a kernel on `model` writes GPU block 5
+    testing.note_access(model, gpu, [5], True)  # the engine says: a kernel on `model` writes GPU block 5
     other = kvswap.Stream(device)
-    kvswap.note_access(other, gpu, [5], False)  # and a kernel on another stream reads it
+    testing.note_access(other, gpu, [5], False)  # and a kernel on another stream reads it
 assert len(checker.races) == 1
 print(f"found, as planted: {checker.races[0]}")

@@ -8,7 +8,7 @@ import argparse
 import numpy as np
 
 import kvswap
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--device", default="host:0", help="host:0, or a GPU such as cuda:0")

@@ -15,15 +15,12 @@ try:
         Error,
         Event,
         Memory,
-        MissingKey,
         Pool,
         QueueFull,
         Stream,
         Transfer,
         __version__,
         move_blocks,
-        note_access,
-        note_order,
         swap_blocks_batch,
         swap_cache_all_layers,
         swap_cache_all_layers_async,
@@ -49,7 +46,6 @@ __all__ = [
     "Error",
     "Event",
     "Memory",
-    "MissingKey",
     "Pool",
     "QueueFull",
     "Stream",
@@ -59,8 +55,6 @@ __all__ = [
     "devices",
     "get_include",
     "move_blocks",
-    "note_access",
-    "note_order",
     "swap_blocks_batch",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",
@@ -123,8 +117,10 @@ if not TYPE_CHECKING:  # a type checker takes a module with __getattr__ to have 
         hint, here = "", sys.modules[__name__]
         if name in ("HostPool", "SharedPool", "Export", "Mapped", "export", "host_alloc", "host_register"):
             hint = f": it is kvswap.memory.{name}"
-        elif name in ("FileStore", "FileTransfer", "Layout"):
+        elif name in ("FileStore", "FileTransfer", "Layout", "MissingKey"):
             hint = f": it is kvswap.files.{name}"
+        elif name in ("note_access", "note_order"):
+            hint = f": it is kvswap.testing.{name}"
         elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
             hint = f": import kvswap.{name} first"
         raise AttributeError(f"module 'kvswap' has no attribute {name!r}{hint}", name=name, obj=here)

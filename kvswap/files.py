@@ -21,11 +21,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvswap._C import FileStore, FileTransfer
+from kvswap._C import FileStore, FileTransfer, MissingKey
 from kvswap._clear import Cleared, clear
 from kvswap._regular import open_regular
 
-__all__ = ["Cleared", "FileStore", "FileTransfer", "Layout", "clear", "read_block_files", "write_block_files"]
+__all__ = [
+    "Cleared",
+    "FileStore",
+    "FileTransfer",
+    "Layout",
+    "MissingKey",
+    "clear",
+    "read_block_files",
+    "write_block_files",
+]
 
 _MOST_TEXT = 3072
 

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Literal, TypeAlias
 
 from kvswap import _C, _races
+from kvswap._C import note_access, note_order
 
 __all__ = [
     "Action",
@@ -34,6 +35,8 @@ __all__ = [
     "deterministic_device",
     "fault",
     "file_fault",
+    "note_access",
+    "note_order",
     "parse_action",
     "parse_kind",
     "peer_access",
@@ -228,7 +231,7 @@ def set_lane_depth(device: _C.Device, depth: int) -> None:
 class RaceParty:
     """One of two accesses that nothing orders.
 
-    write: else it reads. transfer: Transfer.number, 0 for kvswap.note_access. lane, sequence: which transfer of which
+    write: else it reads. transfer: Transfer.number, 0 for note_access(). lane, sequence: which transfer of which
     lane. what: "D2H by dma", "access". stream: "cuda:0 stream 0x55...". where: who submitted it, "engine.py:123 in
     step". Texts are empty where something is not known.
     """
@@ -325,7 +328,7 @@ def race_checker(*, raise_at_exit: bool = True) -> Iterator[RaceChecker]:
     orders, whatever their timing was this time.
 
     It sees the transfers of all pools of the process, on all threads, and all order that is made through kvswap. Other
-    work must be told to it, by kvswap.note_access() and kvswap.note_order(). What was accessed before the first checker
+    work must be told to it, by note_access() and note_order(). What was accessed before the first checker
     was entered is unknown to it. At the end of the block, if it did not raise, RaceFound names the races that were
     found; with raise_at_exit=False they only stand in `.races`. At most 1000 are kept from one look at `.races` to the
     next.

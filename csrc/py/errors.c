@@ -6,7 +6,7 @@
 
 const char kvs_py_error_row[] = "kvswap.Error";
 const char kvs_py_queue_full_row[] = "kvswap.QueueFull";
-const char kvs_py_missing_row[] = "kvswap.MissingKey";
+const char kvs_py_missing_row[] = "kvswap.files.MissingKey";
 const char kvs_py_device_error_row[] = "kvswap.DeviceError";
 
 PyDoc_STRVAR(error_doc,

@@ -1,4 +1,4 @@
-/* kvswap.note_access() and note_order(): accesses and order of work that kvswap does not submit. */
+/* kvswap.testing.note_access() and note_order(): accesses and order of work that kvswap does not submit. */
 #include "args.h"
 #include "arrays.h"
 #include "errors.h"

@@ -19,7 +19,7 @@ from conftest import PATIENCE, Buffer
 from numpy.typing import NDArray
 
 import kvswap
-from kvswap import _C, Direction
+from kvswap import _C, Direction, testing
 
 Array = NDArray[Any]
 
@@ -282,7 +282,7 @@ def test_slots_that_are_told_of(sides: Sides) -> None:
     slots = flips.array(permuted(1), 1 << 40)
 
     def note() -> list[Any]:
-        kvswap.note_access(0, pool, slots, write=True)
+        testing.note_access(0, pool, slots, write=True)
         return []
 
     race(sides, flips, note)

@@ -20,7 +20,7 @@ from conftest import PATIENCE, Cache, Gate, run_python
 
 import kvswap
 from kvswap import _C, _await, testing
-from kvswap.files import FileStore, Layout
+from kvswap.files import FileStore, Layout, MissingKey
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_file_transfers(tmp_path: Path) -> None:
     async def main(store: FileStore) -> None:
         await asyncio.gather(*[store.store([key], [block]) for key, block in zip(keys, blocks, strict=True)])
         await store.load(keys, list(loaded))
-        with pytest.raises(kvswap.MissingKey):
+        with pytest.raises(MissingKey):
             await store.load([b"none"], [loaded[0]])
         await store.delete(keys)
         assert store.keys() == []

@@ -17,7 +17,7 @@ from conftest import PATHS, PATIENCE, Buffer, run_python, usable
 
 import kvswap
 from kvswap import testing
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
 GPU_PATHS = [path for path in PATHS if path != "direct"]
@@ -399,13 +399,13 @@ def test_the_store_race(cuda: kvswap.Device, torch: Any, synced: bool) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(20_000_000)  # about 10 ms
                 gpu[i % 16].fill_(i + 1)
-            kvswap.note_access(stream, manager.primary_pools[0], [i % 16], True)
+            testing.note_access(stream, manager.primary_pools[0], [i % 16], True)
             if synced:
                 manager.sync_with_compute(stream)
             manager.offload(i % 16, (5 * i) % 16).wait(PATIENCE)
             stale += bool((cpu[(5 * i) % 16] != i + 1).any())
             stream.synchronize()
-            kvswap.note_order(stream, None)
+            testing.note_order(stream, None)
         races = checker.races
     manager.close()
     if synced:

@@ -686,7 +686,7 @@ def lost_slots(pair: tuple[Tier, Tier]) -> list[int]:
     with suppress(kvswap.Error):
         store.wait(PATIENCE)
     for tier in pair:
-        kvswap.note_access(0, tier.pool, range(BLOCKS), True)
+        testing.note_access(0, tier.pool, range(BLOCKS), True)
     return store.failed_positions.tolist()
 
 
@@ -740,12 +740,12 @@ def test_races(pair: tuple[Tier, Tier], ids_path: str, first: str, slot: int, ra
     with testing.race_checker(raise_at_exit=False) as checker, Gate(device) as gate:
         gate.hold(one)
         if first == "kernel":
-            kvswap.note_access(other, pair[0].pool, [slot], True)
+            testing.note_access(other, pair[0].pool, [slot], True)
         load = swap(pair, H2D, ids, [1, 2], stream=one, path=ids_path)
         if first == "transfer":
-            kvswap.note_access(other, pair[0].pool, [slot], True)
+            testing.note_access(other, pair[0].pool, [slot], True)
         if not races:
-            kvswap.note_access(one, pair[0].pool, [4], True)  # behind it: no race
+            testing.note_access(one, pair[0].pool, [4], True)  # behind it: no race
         gate.open()
         with pytest.raises(kvswap.Error):
             load.wait(PATIENCE)

@@ -29,7 +29,7 @@ from test_bindings import Dlpack, Interface, Torchlike
 
 import kvswap
 from kvswap import _C, testing
-from kvswap.files import FileStore, Layout
+from kvswap.files import FileStore, Layout, MissingKey
 from kvswap.memory import HostPool
 
 WRONG = (ValueError, IndexError, TypeError, MemoryError, kvswap.Error, AttributeError, BufferError, TimeoutError)
@@ -193,10 +193,10 @@ def moves(t: Tools) -> None:
         go(gpu, cpu, t.ids, t.back)
     go(cpu, gpu, t.back, t.ids)
     go(gpu, cpu, t.ids, t.back)
-    kvswap.note_access(t.stream, gpu, np.arange(64), True)
+    testing.note_access(t.stream, gpu, np.arange(64), True)
     with testing.fault(t.device, "call", "fail", nth=3, every=3):
         go(gpu, cpu, t.ids, t.back, layer_events=True)
-    kvswap.note_access(t.stream, cpu, np.arange(64), True)
+    testing.note_access(t.stream, cpu, np.arange(64), True)
     t.device.synchronize(PATIENCE)
 
 
@@ -205,26 +205,26 @@ def layers(t: Tools) -> kvswap.Transfer:
 
 
 def accesses(t: Tools) -> None:
-    kvswap.note_access(t.stream, t.pools[0], t.ids, True, offset=8, nbytes=8)
-    t.wrong(lambda: kvswap.note_access(t.stream, t.pools[0], [99], True))
-    t.wrong(lambda: kvswap.note_access(t.stream, t.pools[0], ["x"], True))
-    t.wrong(lambda: kvswap.note_access("x", t.pools[0], [1], True))
-    t.wrong(lambda: kvswap.note_access(t.stream, 5, [1], True))
+    testing.note_access(t.stream, t.pools[0], t.ids, True, offset=8, nbytes=8)
+    t.wrong(lambda: testing.note_access(t.stream, t.pools[0], [99], True))
+    t.wrong(lambda: testing.note_access(t.stream, t.pools[0], ["x"], True))
+    t.wrong(lambda: testing.note_access("x", t.pools[0], [1], True))
+    t.wrong(lambda: testing.note_access(t.stream, 5, [1], True))
 
 
 def orders(t: Tools) -> None:
     for before in (t.stream, t.event, t.ended):
-        kvswap.note_order(before, t.stream)
-        kvswap.note_order(before, None)
-    t.wrong(lambda: kvswap.note_order(t.stream.handle, None))
-    t.wrong(lambda: kvswap.note_order("x", t.stream))
+        testing.note_order(before, t.stream)
+        testing.note_order(before, None)
+    t.wrong(lambda: testing.note_order(t.stream.handle, None))
+    t.wrong(lambda: testing.note_order("x", t.stream))
 
 
 def races(t: Tools) -> None:
     """What is found is taken, the rest forgotten."""
     for raise_at_exit in (False, True):
         with suppress(testing.RaceFound), testing.race_checker(raise_at_exit=raise_at_exit) as checker:
-            kvswap.note_access(kvswap.Stream(t.device), t.pools[1], [5], True)
+            testing.note_access(kvswap.Stream(t.device), t.pools[1], [5], True)
             kvswap.move_blocks(*t.pools, [1], [5]).wait(PATIENCE)
             str(testing.RaceFound(checker.races))
 
@@ -263,7 +263,6 @@ TABLE: Rows = {
     "DeviceInfo": lambda t: [repr(info) for info in kvswap.devices()],
     "Error": lambda t: t.wrong(lambda: t.device.unregister(0x99999)),
     "DeviceError": lambda t: t.failed.error,
-    "MissingKey": lambda t: str(kvswap.MissingKey("missing")),
     "QueueFull": lambda t: str(kvswap.QueueFull("full")),
     "Device": lambda t: (
         kvswap.Device(t.device.name),
@@ -351,8 +350,6 @@ TABLE: Rows = {
     "Pool": pools,
     **{f"Pool.{name}": lambda t, name=name: getattr(t.pools[0], name) for name in POOL_ATTRIBUTES},
     "move_blocks": moves,
-    "note_access": accesses,
-    "note_order": orders,
     "swap_blocks_batch": lambda t: t.batch(),
     "copy_blocks": lambda t: t.copy_blocks(),
     "swap_cache_per_layer": lambda t: t.swap("swap_cache_per_layer"),
@@ -371,6 +368,8 @@ TABLE: Rows = {
     "testing.capture": lambda t: capture(t),
     "testing.fault": lambda t: fault(t),
     "testing.file_fault": lambda t: files(t),
+    "testing.note_access": accesses,
+    "testing.note_order": orders,
     "testing.delay": lambda t: (testing.delay(t.device, 0, t.stream), t.wrong(lambda: testing.delay(t.device, -1, 0))),
     "testing.set_lane_depth": lambda t: (testing.set_lane_depth(t.device, 128), t.wrong(lambda: depth(t))),
 }
@@ -495,7 +494,14 @@ def tensors(t: Tools) -> None:
         t.finish(kvswap.swap_cache_per_layer, made, t.cache.cpu.memory, 64, 64, 64, [1], [2], 0)
 
 
-MORE: Rows = {"OffloadMap": maps, "HostPool": host_pools, "hooks": hooks, "exports": exports, "tensors": tensors}
+MORE: Rows = {
+    "OffloadMap": maps,
+    "HostPool": host_pools,
+    "MissingKey": lambda t: str(MissingKey("missing")),
+    "hooks": hooks,
+    "exports": exports,
+    "tensors": tensors,
+}
 
 
 def public_names() -> set[str]:

@@ -20,7 +20,7 @@ from conftest import PATIENCE, run_python
 
 import kvswap
 from kvswap import _C, fastdeploy, offload
-from kvswap.files import FileStore, Layout
+from kvswap.files import FileStore, Layout, MissingKey
 
 pytestmark = pytest.mark.not_sanitized("Python only")
 
@@ -359,10 +359,10 @@ def test_a_missing_key_is_a_key_error(store: FileStore) -> None:
     block = np.zeros((1, NBYTES), np.uint8)
     with pytest.raises(KeyError, match=r"^block 0 is not in the store$") as caught:
         store.load([b"no"], [block]).wait(PATIENCE)
-    assert type(caught.value) is kvswap.MissingKey and isinstance(caught.value, kvswap.Error)
+    assert type(caught.value) is MissingKey and isinstance(caught.value, kvswap.Error)
     assert str(caught.value) == caught.value.args[0]  # a bare KeyError quotes its message
     load = store.load([b"no"], [block])
-    with pytest.raises(kvswap.MissingKey):
+    with pytest.raises(MissingKey):
         load.wait(PATIENCE)
     assert isinstance(load.reasons[0], KeyError) and isinstance(load.error, KeyError)
     with pytest.raises(KeyError, match=r"keys\[1\] is not in the store"):
@@ -420,7 +420,7 @@ def test_with_torch(cache: Cache) -> None:
     [
         ("HostPool", "'HostPool': it is kvswap.memory.HostPool"),
         ("FileStore", "'FileStore': it is kvswap.files.FileStore"),
-        ("transfer_manager", "'transfer_manager': import kvswap.transfer_manager first"),
+        ("trtllm", "'trtllm': import kvswap.trtllm first"),
         ("swap_block_batch", "module 'kvswap' has no attribute 'swap_block_batch'"),
     ],
 )

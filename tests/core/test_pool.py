@@ -381,7 +381,7 @@ def test_a_pool_whose_memory_was_freed_is_in_no_race() -> None:
     with testing.race_checker(raise_at_exit=False) as checker:
         own = device.alloc(4096)
         pool = kvswap.Pool(device, own, 8, 512)
-        kvswap.note_access(kvswap.Stream(device), pool, [1], True)
+        testing.note_access(kvswap.Stream(device), pool, [1], True)
         own.free()
         others = [device.alloc(4096) for _ in range(20)]
         again = next((other for other in others if other.ptr == pool.ptr), None)
@@ -680,7 +680,7 @@ def test_streams_of_another_device(pair: tuple[Tier, Tier]) -> None:
     refused(pair, ValueError, f"stream {of}", lambda: move(*pair, [0], [0], stream=stream))
     refused(pair, ValueError, r"after\[1\] is of host:seed-7, not of", lambda: move(*pair, [0], [0], after=[0, event]))
     refused(pair, ValueError, rf"after_layers\[0\] {of}", lambda: move(*pair, [0], [0], after_layers=[stream]))
-    refused(pair, ValueError, f"stream {of}", lambda: kvswap.note_access(stream, pair[0].pool, [0], True))
+    refused(pair, ValueError, f"stream {of}", lambda: testing.note_access(stream, pair[0].pool, [0], True))
 
 
 def test_a_pool_is_no_stream(pair: tuple[Tier, Tier]) -> None:
@@ -786,12 +786,12 @@ def test_failure_travels(pair: tuple[Tier, Tier], cure: str) -> None:
     src, dst = pair
     failed = failed_store(pair, [3])
     if cure == "note":
-        kvswap.note_access(0, dst.pool, [3], True)
+        testing.note_access(0, dst.pool, [3], True)
     elif cure == "partial note":
-        kvswap.note_access(0, dst.pool, [3], True, offset=1)
-        kvswap.note_access(0, dst.pool, [3], True, nbytes=NBYTES - 1)
+        testing.note_access(0, dst.pool, [3], True, offset=1)
+        testing.note_access(0, dst.pool, [3], True, nbytes=NBYTES - 1)
     elif cure == "read note":
-        kvswap.note_access(0, dst.pool, [3], False)
+        testing.note_access(0, dst.pool, [3], False)
     elif cure == "write":
         move(src, dst, [3], [3]).wait(PATIENCE)
     elif cure == "partial write":
@@ -989,36 +989,36 @@ def test_only_one_call_of_the_five_goes_layer_by_layer() -> None:
 def test_wrong_accesses(pair: tuple[Tier, Tier], error: type[Exception], message: str, change: dict[str, Any]) -> None:
     good: dict[str, Any] = {"stream": 0, "pool": pair[0].pool, "slots": [0, 1], "write": True}
     with pytest.raises(error, match=message):
-        kvswap.note_access(**{**good, **change})
-    kvswap.note_access(**good, offset=1, nbytes=NBYTES - 1)
-    kvswap.note_access(**{**good, "slots": []})
+        testing.note_access(**{**good, **change})
+    testing.note_access(**good, offset=1, nbytes=NBYTES - 1)
+    testing.note_access(**{**good, "slots": []})
 
 
 def test_orders_that_are_told(pair: tuple[Tier, Tier], device: kvswap.Device) -> None:
     stream, event, transfer = kvswap.Stream(device), kvswap.Event(device), move(*pair, [0], [0])
     for before in (stream, event, transfer):
         for after in (None, kvswap.Stream(device), stream.handle, 0):
-            kvswap.note_order(before, after)
-            kvswap.note_order(before, after, device=device)
-    kvswap.note_order(stream.handle, None, device=device.name)
-    kvswap.note_order(stream.handle, stream)
+            testing.note_order(before, after)
+            testing.note_order(before, after, device=device)
+    testing.note_order(stream.handle, None, device=device.name)
+    testing.note_order(stream.handle, stream)
     with pytest.raises(ValueError, match="device is needed where before is a plain handle"):
-        kvswap.note_order(stream.handle, None)
+        testing.note_order(stream.handle, None)
     with pytest.raises(ValueError, match="device is needed where before is a plain handle"):
-        kvswap.note_order(np.uint64(stream.handle), 0)
+        testing.note_order(np.uint64(stream.handle), 0)
     with pytest.raises(TypeError, match="before must be an Event, a Transfer or a stream, not str"):
-        kvswap.note_order("x", stream)
+        testing.note_order("x", stream)
     with pytest.raises(TypeError, match="after must be a stream"):
-        kvswap.note_order(stream, "x")
+        testing.note_order(stream, "x")
     with pytest.raises(TypeError, match="device must be a Device"):
-        kvswap.note_order(stream, stream, device=5.0)
+        testing.note_order(stream, stream, device=5.0)
     foreign = kvswap.Device("host:7")
     of = f"is of {device.name}, not of host:7"
     with pytest.raises(ValueError, match=f"before {of}"):
-        kvswap.note_order(stream, kvswap.Stream(foreign))
+        testing.note_order(stream, kvswap.Stream(foreign))
     with pytest.raises(ValueError, match=f"after {of}"):
-        kvswap.note_order(transfer, stream, device=foreign)
-    kvswap.note_order(transfer, kvswap.Stream(foreign))  # a transfer may be of any device
+        testing.note_order(transfer, stream, device=foreign)
+    testing.note_order(transfer, kvswap.Stream(foreign))  # a transfer may be of any device
     transfer.wait(PATIENCE)
 
 
@@ -1077,7 +1077,7 @@ def test_what_was_refused_is_not_held(device: kvswap.Device) -> None:
     references = sys.getrefcount(ids)
     for _ in range(3):
         with pytest.raises(IndexError, match=r"slots\[1\] is 9223372036854775808"):
-            kvswap.note_access(kvswap.Stream(device), kvswap.Pool(device, array, BLOCKS, 64), ids, True)
+            testing.note_access(kvswap.Stream(device), kvswap.Pool(device, array, BLOCKS, 64), ids, True)
     assert sys.getrefcount(ids) == references
 
 
@@ -1151,7 +1151,7 @@ def test_races_as_text() -> None:
 
 def step(stream: Any, tier: Tier) -> int:
     """Tells of an access; returns the line."""
-    kvswap.note_access(stream, tier.pool, [5], True)
+    testing.note_access(stream, tier.pool, [5], True)
     return sys._getframe().f_lineno - 1
 
 
@@ -1191,15 +1191,15 @@ def test_no_race_where_order_was_told_or_made(device: kvswap.Device) -> None:
     _C._racecheck_start()
     try:
         _C._racecheck_take()
-        kvswap.note_access(stream, src.pool, [5], True)
+        testing.note_access(stream, src.pool, [5], True)
         move(src, dst, [5], [0], stream=stream).wait(PATIENCE)
-        kvswap.note_access(stream, src.pool, [6], True)
-        kvswap.note_order(stream, compute)
+        testing.note_access(stream, src.pool, [6], True)
+        testing.note_order(stream, compute)
         move(src, dst, [6], [1], stream=compute).wait(PATIENCE)
-        kvswap.note_access(stream, src.pool, [7], True)
-        kvswap.note_order(stream, None)
+        testing.note_access(stream, src.pool, [7], True)
+        testing.note_order(stream, None)
         move(src, dst, [7], [2]).wait(PATIENCE)
-        kvswap.note_access(stream, src.pool, [8], True, offset=8)
+        testing.note_access(stream, src.pool, [8], True, offset=8)
         move(src, dst, [8], [3], parts=[(0, 0, 0, 1, 8, 0)]).wait(PATIENCE)
         assert _C._racecheck_take() == []
     finally:
@@ -1208,7 +1208,7 @@ def test_no_race_where_order_was_told_or_made(device: kvswap.Device) -> None:
 
 @pytest.mark.parametrize("where", ["engine.py", os.path.join(os.path.dirname(kvswap.__file__), "offload", "engine.py")])
 def test_who_calls_is_outside_the_package(device: kvswap.Device, where: str) -> None:
-    names: dict[str, Any] = {"note_access": kvswap.note_access}
+    names: dict[str, Any] = {"note_access": testing.note_access}
     exec(compile("def note(*arguments):\n    note_access(*arguments)\n", where, "exec"), names)
     tier = Tier(device, "gpu")
     with testing.race_checker(raise_at_exit=False) as checker:
@@ -1233,7 +1233,7 @@ def test_hooks(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     before = _C._set_race_hook(broken)
     _C._racecheck_start()
     try:
-        kvswap.note_access(kvswap.Stream(device), tier.pool, [1], True)
+        testing.note_access(kvswap.Stream(device), tier.pool, [1], True)
         move(tier, host, [1], [2]).wait(PATIENCE)
         assert len(_C._racecheck_take()) == 1
     finally:
@@ -1255,7 +1255,7 @@ def test_races_reach_the_log(device_name: str) -> None:
         pools = [kvswap.Pool(device, buffer.ptr, 4, 64, name=buffer.side) for buffer in buffers]
 
         def step():
-            kvswap.note_access(kvswap.Stream(device), pools[1], [2], False)
+            testing.note_access(kvswap.Stream(device), pools[1], [2], False)
             kvswap.move_blocks(*pools, [1], [2]).wait(PATIENCE)
 
         step()

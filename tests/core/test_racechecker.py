@@ -17,7 +17,7 @@ from conftest import PATIENCE, Buffer, Gate, run_python
 import kvswap
 from kvswap import _C, testing
 from kvswap.testing import Race, RaceFound, RaceParty
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager
 
 BLOCKS = 8
 SHAPE: dict[str, Any] = {
@@ -44,7 +44,7 @@ class Engine:
 
     def kernel(self, block: int, write: bool, stream: Any = None, **part: int) -> None:
         stream = self.compute if stream is None else stream
-        kvswap.note_access(stream, self.manager.primary_pools[0], [block], write, **part)
+        testing.note_access(stream, self.manager.primary_pools[0], [block], write, **part)
 
     def raw(self, gpu_id: int, cpu_id: int, direction: int, stream: Any) -> kvswap.Transfer:
         """A swap behind the manager's back."""
@@ -238,20 +238,20 @@ def test_order_that_was_made_elsewhere(engine: Engine) -> None:
     event = kvswap.Event(engine.device)
     with testing.race_checker():
         engine.kernel(1, True)
-        kvswap.note_order(engine.compute, engine.other)
+        testing.note_order(engine.compute, engine.other)
         engine.kernel(1, True, engine.other)
         event.record(engine.other)
-        kvswap.note_order(event, engine.compute)
+        testing.note_order(event, engine.compute)
         engine.kernel(1, True)
-        kvswap.note_order(engine.compute, None)
+        testing.note_order(engine.compute, None)
         engine.kernel(1, True, engine.other)
     with testing.race_checker(), Gate(engine.device) as gate:
         gate.hold(engine.manager.offload_stream)
         store = engine.manager.offload(3, 5)
-        kvswap.note_order(store, engine.other)
+        testing.note_order(store, engine.other)
         engine.kernel(3, True, engine.other)
     with testing.race_checker(raise_at_exit=False) as checker:
-        kvswap.note_order(engine.compute, engine.other)
+        testing.note_order(engine.compute, engine.other)
         engine.kernel(4, True)
         engine.kernel(4, True, engine.other)  # what was queued after the order was told of is not in it
         the_race(checker, "primary 0", 4)
@@ -470,8 +470,8 @@ SCRIPT = """
     memory = device.alloc(4096)
     pool = kvswap.Pool(device, memory, 4, 1024, name="the pool")
     first, second = kvswap.Stream(device), kvswap.Stream(device)
-    kvswap.note_access(first, pool, [2], True)
-    kvswap.note_access(second, pool, [2], {write})
+    testing.note_access(first, pool, [2], True)
+    testing.note_access(second, pool, [2], {write})
     print("done")
 """
 

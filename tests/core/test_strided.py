@@ -209,7 +209,7 @@ def test_the_race_checker_sees_rows(direction: int, path: str) -> None:
     pool = kvswap.Pool(device, slab.cpu.ptr, SLOTS, LAYERS * slab.nbytes, name="host")
     stream = kvswap.Stream(device)
     with testing.race_checker(raise_at_exit=False) as checker:
-        kvswap.note_access(stream, pool, [3], True)
+        testing.note_access(stream, pool, [3], True)
         slab.swap([1, 2], [4, 3], direction, path=path).wait(PATIENCE)
         races = checker.races
     assert [(race.pool, race.slot, race.second.write) for race in races] == [("host", 3, direction == 0)]

@@ -22,7 +22,7 @@ import pytest
 from conftest import ROOT
 
 import kvswap
-from kvswap import _C, files, memory, offload, transfer_manager
+from kvswap import _C, files, memory, offload, trtllm
 from kvswap.fastdeploy import ipc
 
 TAKEN: list[Any] = [0, 0.5, 5, 1e10, math.inf, None, 10**400, np.float64(2), np.int32(3)]
@@ -173,17 +173,17 @@ PYTHON: dict[str, Row] = {
     "offload/_jobs.py: SingleDirectionOffloadingHandler.shutdown": lambda folder, closing: kept(
         closing, handler()
     ).shutdown,
-    "transfer_manager.py: KVCacheTransferManager.close": lambda folder, closing: kept(closing, manager()).close,
+    "trtllm/_manager.py: KVCacheTransferManager.close": lambda folder, closing: kept(closing, manager()).close,
     "fastdeploy/ipc.py: Opened.close": lambda folder, closing: ipc.Opened(1, 1, None, device()).close,
 }
 ELSEWHERE = {  # tested with what they need, or they pass the timeout on to a row's function
-    "trtllm.py": "passed on to Event.synchronize",
+    "trtllm/_copies.py": "passed on to Event.synchronize",
     "fastdeploy/client.py": "test_a_client_s_timeouts",
     "offload/_handlers.py": "passed on to SingleDirectionOffloadingHandler",
     "vllm/_handler.py": "passed on to SingleDirectionOffloadingHandler",
     "vllm/_file_tier.py": "of the tier itself, called without",
     "offload/_layers.py": "internal",
-    "_manager_files.py": "internal: of KVCacheTransferManager.close",
+    "trtllm/_files.py": "internal: of KVCacheTransferManager.close",
     "_top_socket.py": "internal: of kvswap top",
     "_timeouts.py": "reads them",
 }
@@ -191,8 +191,8 @@ ELSEWHERE = {  # tested with what they need, or they pass the timeout on to a ro
 
 def manager() -> Any:
     primary, secondary = np.zeros((4, 256), np.uint8), np.zeros((4, 256), np.uint8)
-    pools = [transfer_manager.KVCacheBlockPool(primary, secondary, 4, 4, 1, 1, 1, 16, 8, "float16")]
-    return transfer_manager.KVCacheTransferManager(pools, device=device())
+    pools = [trtllm.KVCacheBlockPool(primary, secondary, 4, 4, 1, 1, 1, 16, 8, "float16")]
+    return trtllm.KVCacheTransferManager(pools, device=device())
 
 
 def python_functions() -> Iterator[str]:

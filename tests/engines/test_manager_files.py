@@ -15,7 +15,7 @@ from test_transfer_manager import FP4, HALF, SECONDARY, Rig
 
 import kvswap
 from kvswap.files import read_block_files, write_block_files
-from kvswap.transfer_manager import Block
+from kvswap.trtllm import Block
 
 OPTIONS = {"file_options": {"capacity": 4 << 20, "staging_nbytes": 1 << 16}}
 

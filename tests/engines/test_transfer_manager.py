@@ -17,7 +17,7 @@ from conftest import PATIENCE, Buffer, Gate, check_pattern, usable, write_patter
 
 import kvswap
 from kvswap import testing
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager, KvCacheTransferStats
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager, KvCacheTransferStats
 
 PRIMARY, SECONDARY, TOKENS = 10, 14, 4
 HALF: dict[str, Any] = {
@@ -659,7 +659,7 @@ def test_a_slot_that_is_written_again_is_a_source(rig: Rig, how: str) -> None:
         rig.copied(Block(2), Block(5, False))
     else:
         for pool in rig.manager.secondary_pools:
-            kvswap.note_access(kvswap.Stream(rig.device), pool, [5], True)
+            testing.note_access(kvswap.Stream(rig.device), pool, [5], True)
     rig.onboard(5, 7).wait(PATIENCE)
     rig.copied(Block(5, False), Block(7))
     rig.check()

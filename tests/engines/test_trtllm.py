@@ -18,7 +18,7 @@ from conftest import PATIENCE, Buffer, Gate, run_python
 
 import kvswap
 from kvswap import testing, trtllm
-from kvswap.trtllm import CacheTier, CopyTask, DiskAddress
+from kvswap.trtllm import CacheTier, CopyTask, DiskAddress, _copies
 
 PAGES, NBYTES = 12, 200
 DST, SRC = [3, 0, 11, 5], [7, 2, 2, 9]
@@ -265,7 +265,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path / "pages")
     yield disk
     os.close(disk.fd)
-    trtllm._pending.clear()  # a failure of this test is not another's
+    _copies._pending.clear()  # a failure of this test is not another's
 
 
 def of_memory(pages: Buffer, page: int) -> int:

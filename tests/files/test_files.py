@@ -24,7 +24,7 @@ from conftest import PATIENCE, comes_down, random_bytes, run_python, until
 
 import kvswap
 from kvswap import testing
-from kvswap.files import FileStore, FileTransfer, Layout
+from kvswap.files import FileStore, FileTransfer, Layout, MissingKey
 
 PAGE = 4096
 SIZES = [1, 100, 4095, 4096, 4097, 12288, 70001]
@@ -1026,7 +1026,7 @@ def test_a_block_that_is_replaced_while_a_reader_reads_it(tmp_path: Path, engine
     write(whole[: PAGE + 100] + bytes(rig.slot - PAGE - 100))
     with testing.file_fault(reader, "read", "delay", nth=2, delay=PATIENCE):  # a second look waits for the end
         load = reader.load([b"mine"], [target])
-        with contextlib.suppress(TimeoutError, kvswap.MissingKey):
+        with contextlib.suppress(TimeoutError, MissingKey):
             load.wait(0.2)
         if becomes != "torn":
             write(whole)

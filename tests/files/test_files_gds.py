@@ -27,7 +27,7 @@ from test_transfer_manager import Rig as ManagerRig
 import kvswap
 from kvswap import _C, info, metrics, testing
 from kvswap.files import FileStore, Layout
-from kvswap.transfer_manager import Block
+from kvswap.trtllm import Block
 
 CC = os.environ.get("CC") or "cc"
 RETURN, ERRNO, FLIP = 1, 2, 3  # fake_kind

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import _C, files, testing
 from kvswap.typing import ForcedPath
 
 CSRC = ROOT / "csrc"
@@ -250,14 +250,14 @@ def test_the_types_say_where_they_are_found() -> None:
         "Pool",
         "Error",
         "QueueFull",
-        "MissingKey",
         "DeviceError",
     ):
         assert getattr(kvswap, name).__module__ == "kvswap", name
 
 
 def test_errors_have_one_base() -> None:
-    assert kvswap.MissingKey.__bases__ == (kvswap.Error, KeyError)
+    assert files.MissingKey.__module__ == "kvswap.files"
+    assert files.MissingKey.__bases__ == (kvswap.Error, KeyError)
     assert issubclass(kvswap.QueueFull, kvswap.Error) and issubclass(kvswap.DeviceError, kvswap.Error)
     assert kvswap.Error.__bases__ == (Exception,)
     assert (kvswap.DeviceError.code, kvswap.DeviceError.operation) == (0, None)

@@ -27,7 +27,7 @@ from conftest import PATIENCE, Buffer, seam
 
 import kvswap
 from kvswap import testing
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,7 @@ class Program:
             outside = (rig.feed if write else rig.log).ptr + row * rig.ends[-1] + rig.ends[pool]
             ends = (block, outside) if write else (outside, block)
             if rig.noted:
-                kvswap.note_access(rig.compute, rig.manager.primary_pools[pool], [slot], write)
+                testing.note_access(rig.compute, rig.manager.primary_pools[pool], [slot], write)
             seam(rig.device, "copy", *ends, width, rig.compute.handle)
         if write:
             rig.model[True][slot] = rig.feed_model[row]

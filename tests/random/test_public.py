@@ -41,7 +41,7 @@ APART = {
     "kvswap.DeviceInfo": "made by devices()",
     "kvswap.Direction": "an enum",
     "kvswap.Error": "raised, not called",
-    "kvswap.MissingKey": "raised, not called",
+    "kvswap.files.MissingKey": "raised, not called",
     "kvswap.QueueFull": "raised, not called",
     "kvswap.Memory": "made by Device.alloc()",
     "kvswap.Transfer": "made by what submits",
@@ -219,11 +219,11 @@ def move(w: World, me: Mine) -> None:
     me.put(w.transfers, kvswap.move_blocks(src, dst, ids, me.rng.permutation(BLOCKS)[: len(ids)], layer_events=True))
 
 
-@call("kvswap.note_access", "kvswap.note_order")
+@call("kvswap.testing.note_access", "kvswap.testing.note_order")
 def note(w: World, me: Mine) -> None:
     stream = me.of(w.streams)
-    kvswap.note_access(stream, me.of(w.pools), me.ids(), bool(me.rng.integers(2)))
-    kvswap.note_order(me.of(w.transfers), stream)
+    testing.note_access(stream, me.of(w.pools), me.ids(), bool(me.rng.integers(2)))
+    testing.note_order(me.of(w.transfers), stream)
     if me.chance(8):
         with testing.race_checker(raise_at_exit=False) as checker:
             move(w, me)

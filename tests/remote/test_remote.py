@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, elsewhere, random_bytes
 
-from kvswap import Error, MissingKey, cli
-from kvswap.files import Layout
+from kvswap import Error, cli
+from kvswap.files import Layout, MissingKey
 
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
 from mooncake_nodes import Cluster, Raw
@@ -194,7 +194,7 @@ def test_a_damaged_epoch_is_a_new_one(shared: Cluster, layout: Layout) -> None:
 CLEARED = """
 import sys, time
 import numpy as np
-from kvswap.files import Layout
+from kvswap.files import Layout, MissingKey
 from kvswap.remote import RemoteStore
 store = RemoteStore(sys.argv[1], Layout(int(sys.argv[2]), test="stopped"))
 assert store.contains([b"k"]) == [True]
@@ -423,7 +423,7 @@ CLOSING = """
 import sys, threading, time
 import numpy as np
 from kvswap import Error
-from kvswap.files import Layout
+from kvswap.files import Layout, MissingKey
 from kvswap.remote import RemoteStore
 NBYTES = 65536
 def use(store, i):
@@ -457,7 +457,7 @@ def test_close_beside_eight_threads(shared: Cluster) -> None:
 FORKING = """
 import os, sys, time
 import numpy as np
-from kvswap.files import Layout
+from kvswap.files import Layout, MissingKey
 from kvswap.remote import RemoteStore
 store = RemoteStore(sys.argv[1], Layout(65536, test="fork"))
 block = np.zeros((1, 65536), np.uint8)

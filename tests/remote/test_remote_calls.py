@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
-from kvswap import _C, Error, MissingKey, QueueFull
-from kvswap.files import Layout
+from kvswap import _C, Error, QueueFull
+from kvswap.files import Layout, MissingKey
 from kvswap.remote import RemoteStore, _client, _codes, _names, _store
 
 NBYTES = 4096

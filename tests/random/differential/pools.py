@@ -13,7 +13,7 @@ import kvswap
 from differential.copies import ids_as, on_the_gpu
 from differential.frame import CELL, Area, Difference, Memory, Touched, Use, World, bits, check, operation
 from kvswap import testing
-from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager, KvCacheTransferStats, TransferMode
+from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager, KvCacheTransferStats, TransferMode
 
 GOOD, LOST, MAYBE = 0, 1, 2  # what a slot is to a reader: MAYBE where the documents leave it open
 TOKENS = 4
@@ -251,7 +251,7 @@ def submit(world: World, source: Group, target: Group) -> None:
             array.fill(1 << 30)
 
 
-@operation(2, "note_access", "note_order")
+@operation(2, "testing.note_access", "testing.note_order")
 def note(world: World) -> None:
     """Something else wrote these slots, on some stream: what a failed transfer left there is no more."""
     group = world.rng.choice(groups_of(world))
@@ -264,8 +264,8 @@ def note(world: World) -> None:
     for thing in world.behind(uses, stream):
         world.make_wait(world.mark(thing) if isinstance(thing, kvswap.Stream) else thing, stream)
     for one in group.ones:
-        kvswap.note_access(stream, one.pool, slots, write)
-    kvswap.note_order(stream, None, device=world.device)
+        testing.note_access(stream, one.pool, slots, write)
+    testing.note_order(stream, None, device=world.device)
 
     def carry_out() -> None:
         if write:
@@ -371,15 +371,15 @@ def managed(world: World) -> Managed:
 
 @operation(
     12,
-    *("transfer_manager.KVCacheTransferManager.offload", "transfer_manager.KVCacheTransferManager.onboard"),
+    *("trtllm.KVCacheTransferManager.offload", "trtllm.KVCacheTransferManager.onboard"),
     *(
-        "transfer_manager.KVCacheTransferManager.primary_pools",
-        "transfer_manager.KVCacheTransferManager.secondary_pools",
+        "trtllm.KVCacheTransferManager.primary_pools",
+        "trtllm.KVCacheTransferManager.secondary_pools",
     ),
-    *("transfer_manager.KVCacheTransferManager", "transfer_manager.KVCacheBlockPool", "transfer_manager.Block"),
-    "transfer_manager.KVCacheTransferManager.close",
-    *("transfer_manager.KVCacheBlockPool.nbytes", "transfer_manager.KVCacheTransferManager.offload_stream"),
-    *("transfer_manager.KVCacheTransferManager.onboard_stream", "transfer_manager.KVCacheTransferManager.num_layers"),
+    *("trtllm.KVCacheTransferManager", "trtllm.KVCacheBlockPool", "trtllm.Block"),
+    "trtllm.KVCacheTransferManager.close",
+    *("trtllm.KVCacheBlockPool.nbytes", "trtllm.KVCacheTransferManager.offload_stream"),
+    *("trtllm.KVCacheTransferManager.onboard_stream", "trtllm.KVCacheTransferManager.num_layers"),
 )
 def manager_copy(world: World) -> None:
     mine = managed(world)
@@ -421,9 +421,9 @@ def manager_copy(world: World) -> None:
 
 @operation(
     2,
-    *("transfer_manager.KVCacheTransferManager.sync_with_compute", "transfer_manager.KVCacheTransferManager.device"),
-    *("transfer_manager.KVCacheTransferManager.sync_transfers", "transfer_manager.KvCacheTransferStats"),
-    "transfer_manager.KVCacheTransferManager.get_and_reset_transfer_stats",
+    *("trtllm.KVCacheTransferManager.sync_with_compute", "trtllm.KVCacheTransferManager.device"),
+    *("trtllm.KVCacheTransferManager.sync_transfers", "trtllm.KvCacheTransferStats"),
+    "trtllm.KVCacheTransferManager.get_and_reset_transfer_stats",
 )
 def manager_sync(world: World) -> None:
     mine = managed(world)
@@ -441,7 +441,7 @@ def manager_sync(world: World) -> None:
     check(found == stats, f"the manager counted {found}, the model {stats}")
 
 
-@operation(1.5, "transfer_manager.TransferMode")
+@operation(1.5, "trtllm.TransferMode")
 def manager_files(world: World) -> None:
     """Blocks to files and back, by number."""
     mine, mode = managed(world), "posix"
@@ -516,16 +516,16 @@ def races(world: World) -> None:
     slots = [world.rng.sample(range(16), 3) for _ in range(2)]
     ordered, writes = world.rng.random() < 0.5, [world.rng.random() < 0.5 for _ in range(2)]
     with testing.race_checker(raise_at_exit=False) as checker:
-        kvswap.note_access(first, pool, slots[0], writes[0])
+        testing.note_access(first, pool, slots[0], writes[0])
         if ordered:
             way = world.rng.randrange(3)
             if way == 0:
-                kvswap.note_order(first, second)
+                testing.note_order(first, second)
             elif way == 1:
                 world.mark(first).wait(second)
             else:
                 first.synchronize(60)
-        kvswap.note_access(second, pool, slots[1], writes[1])
+        testing.note_access(second, pool, slots[1], writes[1])
     raced = not ordered and any(writes) and set(slots[0]) & set(slots[1])
     check(isinstance(checker, testing.RaceChecker), "a race checker")
     check(bool(checker.races) == bool(raced), f"{len(checker.races)} races; slots {slots}, {writes}, ordered {ordered}")

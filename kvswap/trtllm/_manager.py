@@ -1,21 +1,4 @@
-"""KV-cache blocks between GPU and host memory, with the calls of TensorRT-LLM's KVCacheTransferManager.
-
-    pool = KVCacheBlockPool(gpu_tensor, host_tensor, 4096, 16384, num_layers=32, kv_factor=2, num_kv_heads=8,
-                            tokens_per_block=32, size_per_head=128, dtype="fp16")
-    manager = KVCacheTransferManager([pool], device="cuda:0")
-    # in every step, as in TensorRT-LLM:
-    manager.sync_with_compute(model_stream)    # TensorRT-LLM: syncWithBufferManager()
-    manager.offload(3, 17)                     # primary block 3 -> secondary block 17
-    manager.onboard([17, 18], [4, 5])          # secondary blocks 17, 18 -> primary blocks 4, 5: one transfer
-    manager.sync_transfers(model_stream)       # TensorRT-LLM: syncTransfers()
-    # then queue the model's kernels on model_stream
-
-Names and behaviour follow TensorRT-LLM's cpp/include/tensorrt_llm/batch_manager/kvCacheTransferManager.h and
-cpp/tensorrt_llm/batch_manager/kvCacheTransferManager.cpp, in Python's spelling. Differences: the pools are given once,
-to the constructor; a batch of blocks is one call; each call returns a Transfer, which can be waited for, also layer by
-layer, and reports failures; a copy waits for exactly the earlier copies that it conflicts with (a pool records every
-slot's last write and its reads since), and no synchronisation call drops these records.
-"""
+"""KVCacheTransferManager and its pools."""
 
 from __future__ import annotations
 
@@ -33,20 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
-from kvswap._manager_files import ManagerFiles
 from kvswap._timeouts import seconds
 from kvswap.files import FileTransfer
+from kvswap.trtllm._files import ManagerFiles
 
 if TYPE_CHECKING:
     from kvswap.typing import DeviceLike
-
-__all__ = [
-    "Block",
-    "KVCacheBlockPool",
-    "KVCacheTransferManager",
-    "KvCacheTransferStats",
-    "TransferMode",
-]
 
 TransferMode: TypeAlias = Literal["dram", "posix", "gds"]
 """Transfer modes: between memories ("dram"), to and from files ("posix"), to and from files by GPUDirect Storage
@@ -308,7 +283,7 @@ class KVCacheTransferManager:
     Failures. A copy that the device refuses fails the Transfer, not the call: wait() and make_wait() raise its error.
     After the end `.error` holds the error and `.failed_positions` the positions in the batch. sync_transfers() gives
     order only: check `.error` before using the bytes. A block copied from a lost block is lost too, until it is
-    written whole or kvswap.note_access() records a write.
+    written whole or kvswap.testing.note_access() records a write.
 
     Threads: any thread may call any method. Copies of the same blocks from two threads run in the order of submission.
 
@@ -386,7 +361,7 @@ class KVCacheTransferManager:
 
     @property
     def primary_pools(self) -> tuple[_C.Pool, ...]:
-        """The GPU side of each pool: for kvswap.note_access() and kvswap.move_blocks()."""
+        """The GPU side of each pool: for kvswap.testing.note_access() and kvswap.move_blocks()."""
         return self._sides[True]
 
     @property

@@ -1,34 +1,4 @@
-"""TensorRT-LLM's copy functions for KV cache pages (kv_cache_manager_v2), implemented by kvswap.
-
-    import kvswap.trtllm as engine
-    engine.batched_copy(engine.CacheTier.HOST_MEM, engine.CacheTier.GPU_MEM, page_nbytes, tasks, stream)
-
-Names and arguments follow TensorRT-LLM's tensorrt_llm/runtime/kv_cache_manager_v2 (_copy_engine.py, _common.py) and the
-native functions below it (copy_device_to_host and similar). Every function behaves as if enqueued on `stream`: the
-copies start after all its work so far, its later work waits for them, and the call returns at once.
-
-    tasks      a sequence of (dst, src) pairs of addresses, of CopyTask or of any object with .dst and .src, or an array
-               (n, 2) of int64 or uint64: dst in column 0, src in column 1. Empty: does nothing.
-    num_bytes  bytes of every task; any number
-    stream     int handle, or a torch, cupy or kvswap stream
-    device     kvswap.Device, its name, or None: the stream's if it is a kvswap, torch or cupy stream, else the
-               current GPU, else host:0
-
-The caller keeps the addresses mapped, and accesses their bytes only by work on `stream`, until `stream` has executed
-the copies. A copy that the device refuses when queued is an error of the call. A later failure is sticky: the device
-reports errors from then on. Any thread may call.
-
-CacheTier.DISK is open files: where a task names memory by its address, it names a page of a file by
-DiskAddress(fd, pos), or any object with .fd and .pos. The stream's later work waits until the bytes have moved, as with
-memory. Between GPU and files they go through 64 MiB of pinned memory; disk_backend="nixl_gds" does the same. The caller
-may close a descriptor after the call, not while it runs.
-
-A file can fail when the call has returned long ago: it is short, the disk is full. No work of a stream can be told so.
-batched_copy() therefore returns a DiskCopy, whose wait() raises the failure and whose failed names the tasks. A failure
-that it has not told is raised by the next call of this module, as CUDA does with asynchronous errors, and that call
-then does nothing. Until then the stream's later work runs on: a page of the GPU that could not be read is zeros, a page
-of host memory undefined. A caller that must not compute with such a page waits first.
-"""
+"""The copy functions of kv_cache_manager_v2. Its pages may be in files (CacheTier.DISK)."""
 
 from __future__ import annotations
 
@@ -45,27 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
-from kvswap._devices import log_build
 
 if TYPE_CHECKING:
     from kvswap.typing import DeviceLike
-
-__all__ = [
-    "CacheTier",
-    "CopyTask",
-    "DiskAddress",
-    "DiskCopy",
-    "batched_copy",
-    "copy_device_to_device",
-    "copy_device_to_host",
-    "copy_disk_to_disk",
-    "copy_disk_to_host",
-    "copy_host_to_device",
-    "copy_host_to_disk",
-    "copy_host_to_host",
-]
-
-log_build()
 
 _DISK_BACKENDS = ("posix", "nixl_gds")
 _PAGE = 4096  # files opened with O_DIRECT want memory at its multiples
