@@ -39,7 +39,7 @@ class Worker(KvCacheConnectorWorker):
         self.device = kvswap.Device(getattr(self, "device_name", None))
         nbytes = kv_cache_tensor.nbytes // blocks
         self.host = HostPool(self.slots, nbytes, device=self.device)
-        self.gpu, self.kept = kvswap.Pool(self.device, kv_cache_tensor, blocks, nbytes), self.host.pool()
+        self.gpu, self.kept = kvswap.Pool(self.device, kv_cache_tensor), self.host.pool()
         step = nbytes // layers  # a layer is a part of a block: pair, layer, offset, rows, bytes, pitch
         self.parts = np.array([[0, i, i * step, 1, step, step] for i in range(layers)])
         self.loads: dict[int, kvswap.Transfer] = {}

@@ -375,7 +375,8 @@ class Pool:
 
     device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the
       caller keeps the memory of a plain address valid. Device or host memory.
-    num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together.
+    num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together. Both
+      None: a tensor's first dimension counts the blocks, and all others are one block, which lies in one piece.
     stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride. A tensor that
       is larger than its blocks needs a stride, since its blocks may be larger than block_nbytes says.
     rows, pitch: a block is `rows` equal rows, `pitch` bytes apart (required if rows > 1): the layers of a layer-first cache,
@@ -389,8 +390,8 @@ class Pool:
         cls,
         device: DeviceLike | None,
         ptr: Address,
-        num_blocks: int,
-        block_nbytes: int,
+        num_blocks: int | None = None,
+        block_nbytes: int | None = None,
         *,
         stride: int | None = None,
         rows: int = 1,

@@ -1,4 +1,4 @@
-"""copy_blocks(): sizes, counts, strides and direction are read from the tensors."""
+"""copy_blocks() and Pool(device, tensor): sizes, counts, strides and direction are read from the tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ class _Blocks(NamedTuple):
 
 
 class _View:
-    """Blocks with other bytes between them, as the core takes them: an address, a size, and the tensor held."""
+    """A tensor with other bytes between its blocks, as the core takes one: all bytes from its first to its last."""
 
-    def __init__(self, tensor: Any, address: int, blocks: _Blocks) -> None:
+    def __init__(self, tensor: Any, blocks: _Blocks, name: str) -> None:
         self.tensor = tensor
-        self.address = address
-        self.nbytes = max(blocks.number - 1, 0) * blocks.stride + blocks.nbytes
-
-    def data_ptr(self) -> int:
-        return self.address
+        if callable(getattr(tensor, "data_ptr", None)):
+            data = int(tensor.data_ptr()), False
+        else:
+            interface = getattr(tensor, "__cuda_array_interface__", None) or getattr(tensor, "__array_interface__", None)
+            if interface is None:
+                raise TypeError(f"{name} has bytes between its blocks and neither data_ptr() nor an array interface")
+            data = interface["data"]
+        nbytes = max(blocks.number - 1, 0) * blocks.stride + blocks.nbytes
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": data}
 
 
 def _tensors(side: Any, name: str) -> list[Any]:
@@ -94,16 +98,12 @@ def _blocks(tensor: Any, name: str) -> _Blocks:
     return _Blocks(shape[0], nbytes, stride)
 
 
-def _address(tensor: Any, write: bool, name: str) -> int:
-    if callable(getattr(tensor, "data_ptr", None)):
-        return int(tensor.data_ptr())
-    interface = getattr(tensor, "__cuda_array_interface__", None) or getattr(tensor, "__array_interface__", None)
-    if interface is None:
-        raise TypeError(f"{name} has bytes between its blocks and neither data_ptr() nor an array interface")
-    address, readonly = interface["data"]
-    if write and readonly:
-        raise ValueError(f"{name} is the destination and read-only")
-    return int(address)
+def pool_blocks(tensor: Any) -> tuple[Any, int, int, int | None]:
+    """The ptr, num_blocks, block_nbytes and stride of Pool(device, tensor)."""
+    blocks = _blocks(tensor, "ptr")
+    if blocks.stride == blocks.nbytes:
+        return tensor, blocks.number, blocks.nbytes, None
+    return _View(tensor, blocks, "ptr"), *blocks
 
 
 class _Side(NamedTuple):
@@ -121,9 +121,9 @@ class _Side(NamedTuple):
         gaps = any(blocks.stride != blocks.nbytes for blocks in self.blocks)
         return [blocks.stride for blocks in self.blocks] if gaps else None
 
-    def pointers(self, name: str, write: bool) -> list[Any]:
+    def pointers(self, name: str) -> list[Any]:
         return [
-            tensor if blocks.stride == blocks.nbytes else _View(tensor, _address(tensor, write, f"{name}[{i}]"), blocks)
+            tensor if blocks.stride == blocks.nbytes else _View(tensor, blocks, f"{name}[{i}]")
             for i, (tensor, blocks) in enumerate(zip(self.tensors, self.blocks, strict=True))
         ]
 
@@ -176,7 +176,7 @@ def copy_blocks(
     for i, (one, other) in enumerate(zip(source.blocks, target.blocks, strict=True)):
         if one.nbytes != other.nbytes:
             raise ValueError(f"a block of src[{i}] has {one.nbytes} bytes, and one of dst[{i}] {other.nbytes}")
-    pointers = source.pointers("src", write=False), target.pointers("dst", write=True)
+    pointers = source.pointers("src"), target.pointers("dst")
     onboard = bool(source.tensors) and _C._is_onboard(pointers[0][0], pointers[1][0], device)
     gpu, cpu = (target, source) if onboard else (source, target)
     gpu_ptrs, cpu_ptrs = reversed(pointers) if onboard else pointers

@@ -78,6 +78,23 @@ static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
       (unsigned long long)(layout->pitch != 0 ? layout->pitch : row), (unsigned long long)needed);
 }
 
+/* Pool(device, tensor): Python code reads the counts and the stride from the shape. Returns a tuple that owns the
+ * values. */
+static PyObject *read_counts(PyObject **values) {
+  for (int i = NUM_BLOCKS; i <= PITCH; ++i)
+    if (kvs_py_given(values[i]))
+      return kvs_py_complain(PyExc_TypeError, i == BLOCK_NBYTES ? "num_blocks" : "block_nbytes", -1,
+                             "is missing: give both counts, or only a tensor, from which both are read"),
+             NULL;
+  PyObject *module = PyImport_ImportModule("kvswap._copy");
+  PyObject *counts = module == NULL ? NULL : PyObject_CallMethod(module, "pool_blocks", "O", values[PTR]);
+  Py_XDECREF(module);
+  if (counts != NULL && !PyArg_ParseTuple(counts, "OOOO", &values[PTR], &values[NUM_BLOCKS], &values[BLOCK_NBYTES],
+                                          &values[STRIDE]))
+    Py_CLEAR(counts);
+  return counts;
+}
+
 static int read_layout(struct kvs_py_state *state, PyObject *const *values, struct kvs_py_pool *self,
                        struct kvs_pool_layout *layout) {
   struct kvs_py_address address;
@@ -152,17 +169,18 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_pool_layout layout = {0};
   PyObject *values[ARGUMENTS] = {NULL};
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOOO:Pool", names, &values[DEVICE], &values[PTR],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OO$OOOOO:Pool", names, &values[DEVICE], &values[PTR],
                                    &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE], &values[ROWS],
                                    &values[PITCH], &values[GROUP], &values[NAME]))
     return NULL;
-  struct kvs_py_pool *self = alloc_pool(type);
-  if (self == NULL) return NULL;
-  if (read_layout(state, values, self, &layout) == 0 &&
-      open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) == 0)
-    return (PyObject *)self;
-  Py_DECREF(self);
-  return NULL;
+  bool counted = kvs_py_given(values[NUM_BLOCKS]) && kvs_py_given(values[BLOCK_NBYTES]);
+  PyObject *counts = counted ? NULL : read_counts(values);
+  struct kvs_py_pool *self = counted || counts != NULL ? alloc_pool(type) : NULL;
+  if (self != NULL && (read_layout(state, values, self, &layout) < 0 ||
+                       open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) < 0))
+    Py_CLEAR(self);
+  Py_XDECREF(counts);
+  return (PyObject *)self;
 }
 
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
@@ -253,12 +271,14 @@ static PyObject *pool_name(PyObject *self, void *unused) {
 
 PyDoc_STRVAR(
     pool_doc,
-    "Pool(device, ptr, num_blocks, block_nbytes, *, stride=None, rows=1, pitch=0, group=None, name=None)\n--\n\n"
+    "Pool(device, ptr, num_blocks=None, block_nbytes=None, *, stride=None, rows=1, pitch=0, group=None, "
+    "name=None)\n--\n\n"
     "Blocks in memory. kvswap records the accesses to each slot, so that move_blocks() orders transfers between "
     "pools.\n\n"
     "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the\n"
     "  caller keeps the memory of a plain address valid. Device or host memory.\n"
-    "num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together.\n"
+    "num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together. Both\n"
+    "  None: a tensor's first dimension counts the blocks, and all others are one block, which lies in one piece.\n"
     "stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride. A tensor that\n"
     "  is larger than its blocks needs a stride, since its blocks may be larger than block_nbytes says.\n"
     "rows, pitch: a block is `rows` equal rows, `pitch` bytes apart (required if rows > 1): the layers of "

@@ -1,4 +1,4 @@
-"""copy_blocks(): sizes, counts, strides and direction are read from the tensors."""
+"""copy_blocks() and Pool(device, tensor): sizes, counts, strides and direction are read from the tensors."""
 
 from __future__ import annotations
 
@@ -159,3 +159,60 @@ def test_a_destination_that_is_read_only(view: bool) -> None:
 def test_ids_that_are_out_of_range() -> None:
     with pytest.raises(IndexError, match="8"):
         kvswap.copy_blocks(np.zeros((9, 64), np.uint8), np.zeros((8, 64), np.uint8), [8], [8])
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
+
+def layout_of(pool: kvswap.Pool) -> tuple[int, ...]:
+    return pool.ptr, pool.num_blocks, pool.block_nbytes, pool.stride, pool.rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_of_a_tensor(device: kvswap.Device, sides: tuple[str, str], kind: str) -> None:
+    """Of all blocks, and of one layer of a cache that has all layers in a block: what lies between is left alone."""
+    src, dst = Buffer(device, 2 * 8 * 64, sides[0]), Buffer(device, 2 * 10 * 2 * 64, sides[1])
+    data, expected = src.randomise(9).reshape(8, 128), dst.randomise(10).reshape(10, 2, 128).copy()
+    source = kvswap.Pool(device, KINDS[kind](Tensor(src, (8, 4, 16))))
+    target = kvswap.Pool(device, KINDS[kind](Tensor(dst, (10, 64), (128, 1))))
+    assert layout_of(source) == (src.ptr, 8, 128, 128, 1) and layout_of(target) == (dst.ptr, 10, 128, 256, 1)
+    kvswap.move_blocks(source, target, FROM, TO).wait(PATIENCE)
+    expected[TO, 0] = data[FROM]
+    assert (dst.get().reshape(10, 2, 128) == expected).all()
+
+
+def test_a_pool_holds_its_tensor() -> None:
+    Freed.freed = False
+    cache = np.zeros((8, 2, 64), np.uint8)
+    pool = kvswap.Pool("host:0", cache[:, 1].view(Freed))
+    assert pool.ptr == cache.ctypes.data + 64 and not Freed.freed
+    del pool
+    assert Freed.freed
+
+
+def test_a_pool_of_a_tensor_that_is_read_only() -> None:
+    blocks = np.zeros((8, 2, 64), np.uint8)
+    blocks.flags.writeable = False
+    source, target = kvswap.Pool("host:0", np.zeros((8, 64), np.uint8)), kvswap.Pool("host:0", blocks[:, 1])
+    with pytest.raises(ValueError, match="read-only"):
+        kvswap.move_blocks(source, target, [0], [0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((np.zeros(64),), ValueError, r"ptr has shape \(64,\): its first dimension must count the blocks"),
+        ((0x7F0000000000,), TypeError, "ptr must be a tensor, not int"),
+        ((np.zeros((8, 8)), 8), TypeError, "block_nbytes is missing: give both counts, or only a tensor"),
+        ((np.zeros((8, 8)), None, 64), TypeError, "num_blocks is missing"),
+        ((np.zeros((4, 8)).T,), ValueError, "a block of ptr is not in one piece"),
+    ],
+)
+def test_what_says_no_counts(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        kvswap.Pool("host:0", *arguments)
+
+
+def test_a_stride_without_counts() -> None:
+    with pytest.raises(TypeError, match="block_nbytes is missing"):
+        kvswap.Pool("host:0", np.zeros((8, 8)), stride=64)

@@ -163,7 +163,10 @@ def pools(t: Tools) -> None:
     t.wrong(lambda: kvswap.Pool(t.device, room[2048:2368], 5, 64, group=first))
     t.wrong(lambda: kvswap.Pool(t.device, room[2048:2304], 4, 64, name="x" * 32))
     t.wrong(lambda: kvswap.Pool("x", room[:256], 4, 64))
+    kvswap.Pool(t.device, room[2048:].reshape(4, 512))
+    kvswap.Pool(t.device, room[2048:].reshape(4, 512)[:, :64])
     t.wrong(lambda: kvswap.Pool(t.device, room))
+    t.wrong(lambda: kvswap.Pool(t.device, room[:256], 4))
 
 
 def moves(t: Tools) -> None:
