@@ -1248,6 +1248,7 @@ def test_races_reach_the_log(device_name: str) -> None:
         import logging
         import kvswap
         from conftest import Buffer, PATIENCE
+        from kvswap import testing
 
         logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
         device = kvswap.Device({device_name!r})

@@ -465,6 +465,7 @@ def test_wrong_faults(device: kvswap.Device, arguments: dict[str, Any], message:
 SCRIPT = """
     import numpy as np
     import kvswap
+    from kvswap import testing
 
     device = kvswap.Device("host:0")
     memory = device.alloc(4096)

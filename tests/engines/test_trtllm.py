@@ -334,8 +334,8 @@ def test_more_chunks_than_a_queue_holds(tmp_path: Path, monkeypatch: pytest.Monk
     """They are waited for: an error would come between chunks that are queued and chunks that are not."""
     device = kvswap.Device("host:143")
     testing.set_lane_depth(device, 2)
-    monkeypatch.setattr(trtllm, "_CHUNK", 4096)
-    monkeypatch.setattr(trtllm, "_stagings", {})
+    monkeypatch.setattr(_copies, "_CHUNK", 4096)
+    monkeypatch.setattr(_copies, "_stagings", {})
     large, memory, stream = Disk(tmp_path / "large", 12, 4096), Buffer(device, 12 * 4096, "gpu"), kvswap.Stream(device)
     tasks = [(memory.ptr + p * 4096, large.at(p)) for p in range(12)]
     with Gate(device) as gate:
@@ -343,7 +343,7 @@ def test_more_chunks_than_a_queue_holds(tmp_path: Path, monkeypatch: pytest.Monk
         threading.Timer(0.2, gate.open).start()
         trtllm.batched_copy(CacheTier.GPU_MEM, CacheTier.DISK, 4096, tasks, stream, device=device).wait(PATIENCE)
     np.testing.assert_array_equal(memory.get().reshape(12, 4096), large.bytes)
-    monkeypatch.setattr(trtllm, "_ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(_copies, "_ROOM_SECONDS", 0.05)
     with Gate(device) as gate:
         gate.hold(stream)
         with pytest.raises(kvswap.QueueFull):
@@ -357,8 +357,8 @@ def test_more_than_the_staging_holds(
     device: kvswap.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
 ) -> None:
     """Chunks are used again and again, by two streams, and pages larger than a chunk go in parts."""
-    monkeypatch.setattr(trtllm, "_CHUNK", 8192)
-    monkeypatch.setattr(trtllm, "_stagings", {})
+    monkeypatch.setattr(_copies, "_CHUNK", 8192)
+    monkeypatch.setattr(_copies, "_stagings", {})
     pages, nbytes = 40, 20001
     large = Disk(tmp_path / "large", pages, nbytes)
     streams = [kvswap.Stream(device), kvswap.Stream(device)]
@@ -544,7 +544,7 @@ def test_gpu_pages_of_files_are_checked_first(device: kvswap.Device, disk: Disk)
 def test_unfinished_copies_of_files_are_bounded(
     device: kvswap.Device, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trtllm, "_MOST_PENDING", 3)
+    monkeypatch.setattr(_copies, "_MOST_PENDING", 3)
     memory, stream = Buffer(device, NBYTES, "cpu"), kvswap.Stream(device)
     memory.randomise(3)
     with Gate(device) as gate:
