@@ -89,8 +89,8 @@ static PyObject *read_counts(PyObject **values) {
   PyObject *module = PyImport_ImportModule("kvswap._copy");
   PyObject *counts = module == NULL ? NULL : PyObject_CallMethod(module, "pool_blocks", "O", values[PTR]);
   Py_XDECREF(module);
-  if (counts != NULL && !PyArg_ParseTuple(counts, "OOOO", &values[PTR], &values[NUM_BLOCKS], &values[BLOCK_NBYTES],
-                                          &values[STRIDE]))
+  if (counts != NULL &&
+      !PyArg_ParseTuple(counts, "OOOO", &values[PTR], &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE]))
     Py_CLEAR(counts);
   return counts;
 }
