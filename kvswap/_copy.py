@@ -28,7 +28,8 @@ class _View:
         if callable(getattr(tensor, "data_ptr", None)):
             data = int(tensor.data_ptr()), False
         else:
-            interface = getattr(tensor, "__cuda_array_interface__", None) or getattr(tensor, "__array_interface__", None)
+            found = [getattr(tensor, f"__{kind}_interface__", None) for kind in ("cuda_array", "array")]
+            interface = found[0] or found[1]
             if interface is None:
                 raise TypeError(f"{name} has bytes between its blocks and neither data_ptr() nor an array interface")
             data = interface["data"]
