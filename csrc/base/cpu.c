@@ -2,7 +2,7 @@
 
 #include <stdatomic.h>
 
-enum { ASKED = 1, CRC32C = 2, AVX2 = 4 };
+enum { ASKED = 1, CRC32C = 2, AVX2 = 4, VPCLMUL = 8 };
 
 #if defined __x86_64__
 #include <cpuid.h>
@@ -15,7 +15,9 @@ static int ask(void) {
   if (!(c & bit_OSXSAVE)) return found;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   bool registers = (low & 6u) == 6u; /* XMM and YMM */
-  if (registers && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2)) found |= AVX2;
+  if (!registers || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return found;
+  found |= AVX2;
+  if ((c & bit_VPCLMULQDQ) && (found & CRC32C)) found |= VPCLMUL;
   return found;
 }
 #elif defined __aarch64__
@@ -39,3 +41,5 @@ static int features(void) {
 bool kvs_cpu_has_crc32c(void) { return (features() & CRC32C) != 0; }
 
 bool kvs_cpu_has_avx2(void) { return (features() & AVX2) != 0; }
+
+bool kvs_cpu_has_vpclmul(void) { return (features() & VPCLMUL) != 0; }

@@ -5,7 +5,8 @@
 
 #include <stdbool.h>
 
-bool kvs_cpu_has_crc32c(void); /* SSE4.2, or the CRC32 extension of ARMv8 */
-bool kvs_cpu_has_avx2(void);   /* and the system keeps its registers */
+bool kvs_cpu_has_crc32c(void);  /* SSE4.2, or the CRC32 extension of ARMv8 */
+bool kvs_cpu_has_avx2(void);    /* and the system keeps its registers */
+bool kvs_cpu_has_vpclmul(void); /* carry-less multiplication of AVX2's registers, SSE4.2 too */
 
 #endif

@@ -1,8 +1,12 @@
-/* CRC-32C, by CPU instruction if available.
+/* CRC-32C, by CPU instructions if available.
  *
- * The instruction has a latency of three cycles and a throughput of one a cycle, so three interleaved streams are three
- * times as fast as one. Each stream takes a third of the data. Joining the results means appending zero bytes to a
- * checksum, which is linear: one look-up for each byte of the checksum, in tables computed once for both stream
+ * Carry-less multiplication of wide registers is the fastest: 128 bytes at a time are multiplied by a power of x, so
+ * that they can be added to the next 128 bytes. The CRC instruction does what is left, and all where the CPU lacks
+ * wide multiplication.
+ *
+ * That instruction has a latency of three cycles and a throughput of one a cycle, so three interleaved streams are
+ * three times as fast as one. Each stream takes a third of the data. Joining the results means appending zero bytes to
+ * a checksum, which is linear: one look-up for each byte of the checksum, in tables computed once for both stream
  * lengths. */
 #include "base/crc32c.h"
 
@@ -55,6 +59,7 @@ uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes) {
 /* -- CPU instruction ----------------------------------------------------------------------------------------------- */
 
 #if defined __x86_64__
+#include <immintrin.h>
 #ifdef __clang__ /* to which the instruction is a feature of its own; older gcc do not know the name */
 #define TARGET __attribute__((target("sse4.2,crc32")))
 #else
@@ -74,6 +79,10 @@ static const char *const name = "armv8";
 #endif
 
 #ifdef NO_INSTRUCTION
+
+uint32_t kvs_crc32c_narrow(uint32_t crc, const void *data, size_t nbytes) {
+  return kvs_crc32c_table(crc, data, nbytes);
+}
 
 uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) { return kvs_crc32c_table(crc, data, nbytes); }
 
@@ -107,10 +116,60 @@ TARGET static uint32_t by_instruction(uint32_t crc, const uint8_t *at, size_t nb
   return ~crc;
 }
 
-uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) {
+uint32_t kvs_crc32c_narrow(uint32_t crc, const void *data, size_t nbytes) {
   if (!kvs_cpu_has_crc32c()) return kvs_crc32c_table(crc, data, nbytes);
   pthread_once(&once, make_tables);
   return by_instruction(crc, data, nbytes);
+}
+
+#ifdef __x86_64__
+#ifdef __clang__
+#define WIDE __attribute__((target("avx2,pclmul,vpclmulqdq,sse4.2,crc32")))
+#else
+#define WIDE __attribute__((target("avx2,pclmul,vpclmulqdq,sse4.2")))
+#endif
+
+enum { FOLDED = 128 }; /* bytes that four registers have */
+
+WIDE static __m256i load(const uint8_t *at) { return _mm256_loadu_si256((const __m256i *)(const void *)at); }
+
+/* For each half of a register: its polynomial times the power of x that `by` stands for, plus `next`. */
+WIDE static __m256i fold(__m256i sum, __m256i by, __m256i next) {
+  __m256i low = _mm256_clmulepi64_epi128(sum, by, 0x00), high = _mm256_clmulepi64_epi128(sum, by, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+}
+
+/* To move by n bits: x^(n - 33) for the high 64 bits, x^(n + 31) for the low ones, modulo the polynomial, reflected. */
+WIDE static __m256i power(int64_t high, int64_t low) { return _mm256_set_epi64x(high, low, high, low); }
+
+WIDE static const uint8_t *fold_all(uint32_t *crc, const uint8_t *at, size_t *nbytes) {
+  const __m256i by_1024 = power(0xd3b6092, 0x6992cea2), by_256 = power(0xba4fc28e, 0x3da6d0cb),
+                by_128 = power(0x493c7d27, 0xf20c0dfe);
+  __m256i a = load(at), b = load(at + 32), c = load(at + 64), d = load(at + 96);
+  a = _mm256_xor_si256(a, _mm256_set_epi64x(0, 0, 0, *crc));
+  for (at += FOLDED, *nbytes -= FOLDED; *nbytes >= FOLDED; at += FOLDED, *nbytes -= FOLDED) {
+    a = fold(a, by_1024, load(at));
+    b = fold(b, by_1024, load(at + 32));
+    c = fold(c, by_1024, load(at + 64));
+    d = fold(d, by_1024, load(at + 96));
+  }
+  a = fold(fold(fold(a, by_256, b), by_256, c), by_256, d);
+  a = fold(a, by_128, _mm256_permute2x128_si256(a, a, 0x11)); /* its low half, over the high one */
+  *crc = STEP8(STEP8(0, (uint64_t)_mm256_extract_epi64(a, 0)), (uint64_t)_mm256_extract_epi64(a, 1));
+  return at;
+}
+#endif
+
+uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) {
+  const uint8_t *at = data;
+#ifdef __x86_64__
+  if (nbytes >= FOLDED && kvs_cpu_has_vpclmul()) {
+    crc = ~crc;
+    at = fold_all(&crc, at, &nbytes);
+    crc = ~crc;
+  }
+#endif
+  return kvs_crc32c_narrow(crc, at, nbytes);
 }
 
 const char *kvs_crc32c_how(void) { return kvs_cpu_has_crc32c() ? name : "table"; }

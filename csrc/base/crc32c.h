@@ -5,9 +5,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continue from `crc`, the checksum of the preceding data (0 at the start). Uses the CPU instruction if available,
+/* Continue from `crc`, the checksum of the preceding data (0 at the start). Uses the CPU's instructions if available,
  * otherwise tables. */
 uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes);
+
+/* As on a CPU without wide carry-less multiplication. */
+uint32_t kvs_crc32c_narrow(uint32_t crc, const void *data, size_t nbytes);
 
 uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes); /* always with tables */
 

@@ -31,6 +31,7 @@ static void test_crc32c(void) {
     size_t cut = n ? check_below(&state, n) : 0;
     uint32_t whole = kvs_crc32c_table(0, data + at, n);
     CHECK(kvs_crc32c(0, data + at, n) == whole, "at %zu, %zu bytes", at, n);
+    CHECK(kvs_crc32c_narrow(0, data + at, n) == whole, "narrow, at %zu, %zu bytes", at, n);
     CHECK(kvs_crc32c(kvs_crc32c(0, data + at, cut), data + at + cut, n - cut) == whole, "cut at %zu of %zu", cut, n);
   }
   free(data);
