@@ -8,12 +8,13 @@ loads and by stores, and the other half serves the other nodes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,6 +23,27 @@ from ._client import Closed
 
 _log = logging.getLogger("kvswap.remote")
 MASTER, STORES = "master", "stores"
+_TURN_SECONDS = 0.1
+
+
+class Turn:
+    """One call at a time, as long as none is slow. Over TCP, Mooncake moves all bytes of a client by one thread, and
+    each call spins until they have come. needed: False over other transports."""
+
+    def __init__(self, needed: bool) -> None:
+        self._lock = threading.Lock() if needed else None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        lock = self._lock
+        if lock is not None and not lock.acquire(timeout=_TURN_SECONDS):
+            lock = self._lock = threading.Lock()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
 
 
 @dataclass

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvswap import _C
 
+from ._calls import Turn
 from ._client import Client, Closed
 from ._codes import reason
 from ._names import HASH_NBYTES, hashes
@@ -39,10 +40,10 @@ _MOST_DAMAGED = 3  # reads in a row, until a new epoch is written over it
 
 class Epoch:
     """slots: addresses of SLOT_NBYTES registered bytes, for readers and then one for each failed read, from the first
-    again when all were used. Any thread may call."""
+    again when all were used. turn: of loads, beside which a read would spin. Any thread may call."""
 
-    def __init__(self, client: Client, identity: bytes, secret: bytes | None, slots: list[int]) -> None:
-        self._client, self._identity, self._secret = client, identity, secret
+    def __init__(self, client: Client, identity: bytes, secret: bytes | None, slots: list[int], turn: Turn) -> None:
+        self._client, self._identity, self._secret, self._turn = client, identity, secret, turn
         self.name = f"kvswap/{identity.hex()}/epoch"
         self._hash = hashes([self.name])
         self._config = client.config()
@@ -76,14 +77,14 @@ class Epoch:
                 self._found.wait(left)
             return self._value if self._as_of >= begin else None
 
-    def then(self, call: Callable[[bytes], None], within: float = 0.0) -> None:
-        """call(epoch), on a reader's thread, by a read that begins after this, within so many seconds. Never, if there
-        is none."""
+    def then(self, call: Callable[[bytes], None], *, at_once: bool) -> None:
+        """call(epoch), on a reader's thread, by a read that begins after this: at once, or the next one, which costs
+        nothing. Never, if there is none."""
         with self._lock:
             now = time.monotonic()
             self._calls.append((now, call))
-            if now + within < self._due:
-                self._due = now + within
+            if at_once and now < self._due:
+                self._due = now
                 self._wanted.notify()
 
     @property
@@ -181,7 +182,8 @@ class Epoch:
         return self._checked(slot)
 
     def _get(self, slot: int) -> int:
-        return self._client.codes("batch_get_into", 1, [self.name], [slot], [_NBYTES])[0]
+        with self._turn.taken():
+            return self._client.codes("batch_get_into", 1, [self.name], [slot], [_NBYTES])[0]
 
     def _checked(self, slot: int) -> bytes | str:
         value = np.zeros(HASH_NBYTES, np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -14,7 +13,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from kvswap import _C
 from kvswap.files import Layout
 
 from . import _codes, _counts
-from ._calls import MASTER, STORES, Calls
+from ._calls import MASTER, STORES, Calls, Turn
 from ._client import Client, Closed, split_address
 from ._codes import Meaning
 from ._epoch import SLOT_NBYTES, SLOTS, Epoch, node_of
@@ -39,8 +38,6 @@ _THREADS = 8
 _STAGING_NBYTES = 128 << 20
 LEASE_SECONDS = 10.0  # of a key that was looked up or loaded: the master's default_kv_lease_ttl, unless it is changed
 _MISS_SECONDS = 1.0
-_CONFIRM_SECONDS = 0.05  # until the epoch is read for blocks that have arrived before others of their transfer
-_TURN_SECONDS = 0.1
 _LOOKUP_SECONDS = 1.0  # limit of a look-up
 _MOST_ANSWERS = 65536
 _MOST_DAMAGED = 4096
@@ -133,8 +130,7 @@ class RemoteStore:
         self._damaged: dict[bytes, float] = {}  # from when on the block can be removed
         self._nodes: dict[str, None] = {}
         self._closed = False
-        # Mooncake moves all bytes of a client over TCP by one thread, and each call spins until they have come.
-        self._turns = {what: threading.Lock() for what in ("store", "load") if protocol == "tcp"}
+        self._stores_turn, self._loads_turn = (Turn(protocol == "tcp") for _ in range(2))
         self._failed = set[int]()  # threads whose staging memory a transfer that failed may still write to
         self.counts = _counts.new()
         self._client = Client(master, hostname, metadata, protocol, devices)
@@ -147,7 +143,7 @@ class RemoteStore:
         self._client.register(self._base, size)
         end = self._base + size
         slots = range(end - 2 * SLOTS * SLOT_NBYTES, end, SLOT_NBYTES)
-        self._epoch = Epoch(self._client, self.identity, self._secret, list(slots[:SLOTS]))
+        self._epoch = Epoch(self._client, self.identity, self._secret, list(slots[:SLOTS]), self._loads_turn)
         self._reader_slots = list(slots[SLOTS:])  # for another identity's
         self._calls = Calls(threads, late=timeout)
         weakref.finalize(self, _stop, self._client, self._calls, self._epoch)  # a store that is dropped; never waits
@@ -191,8 +187,12 @@ class RemoteStore:
                 answers = answers | dict.fromkeys(self._damaged, -math.inf)
             known = list(map(answers.get, listed))
         now = time.monotonic()
-        unknown = [key for key, until in zip(listed, known, strict=True) if until is None or -now <= until <= now]
+        unknown = listed
+        if any(known):
+            unknown = [key for key, until in zip(listed, known, strict=True) if until is None or -now <= until <= now]
         found = self._look_up(epoch, list(dict.fromkeys(unknown))) if unknown else {}
+        if len(found) == len(listed):  # none was known, none comes twice: they are in their order
+            return [until > now for until in found.values()]
         return [until is not None and until > now for until in map(found.get, listed, known)]
 
     def delete(self, keys: Any, /) -> list[Removal]:
@@ -217,7 +217,9 @@ class RemoteStore:
             raise _C.Error("the store is closed, or was opened before fork()")
         limit = self.timeout if timeout is None else timeout
         end = time.monotonic() + limit
-        epoch = self._epoch if identity is None else Epoch(self._client, identity, self._secret, self._reader_slots)
+        epoch = self._epoch
+        if identity is not None:
+            epoch = Epoch(self._client, identity, self._secret, self._reader_slots, self._loads_turn)
         try:
             why = self._calls.ask(STORES, lambda thread: epoch.renew(self._slot(thread), end), limit)
         finally:
@@ -342,19 +344,6 @@ class RemoteStore:
         )
         return found
 
-    @contextlib.contextmanager
-    def _turn(self, what: Literal["store", "load"]) -> Iterator[None]:
-        """One call at a time, as long as none is slow."""
-        turn = self._turns.get(what)
-        if turn is not None and not turn.acquire(timeout=_TURN_SECONDS):
-            turn = self._turns[what] = threading.Lock()
-            turn.acquire()
-        try:
-            yield
-        finally:
-            if turn is not None:
-                turn.release()
-
     # -- a part, on a thread ------------------------------------------------------------------------------------------
 
     def _store(self, part: _Part, thread: int) -> None:
@@ -367,7 +356,7 @@ class RemoteStore:
         finally:
             part.transfer._untouch(part.positions)
         self._remove_damaged(part)
-        with self._turn("store"):
+        with self._stores_turn.taken():
             codes = self._client.codes(
                 "batch_put_from", count, named, slots.tolist(), [self._nbytes] * count, self._config
             )
@@ -445,17 +434,16 @@ class RemoteStore:
                 self._refuse(some, i, _VERDICTS[verdict])
         right = [position for position, verdict in zip(some.positions, checked, strict=True) if verdict == 0]
         whole = part.transfer._untouch(right)
-        end = functools.partial(self._end_load, part.transfer, part.epoch, right)
-        self._epoch.then(end, 0.0 if whole else _CONFIRM_SECONDS)
+        self._epoch.then(functools.partial(self._end_load, part.transfer, part.epoch, right), at_once=whole)
 
     def _get(self, part: _Part, slots: NDArray[np.uint64]) -> list[int]:
         named, count, at = names(self.identity, part.epoch, part.keys), len(part.keys), slots.tolist()
         if not self.direct:
-            with self._turn("load"):
+            with self._loads_turn.taken():
                 return self._client.codes("batch_get_into", count, named, at, [self._nbytes] * count)
         sizes = [[HEADER_NBYTES, self.layout.block_nbytes]] * count
         both = [list(pair) for pair in zip(at, part.addresses.tolist(), strict=True)]
-        with self._turn("load"):
+        with self._loads_turn.taken():
             return self._client.codes("batch_get_into_multi_buffers", count, named, both, sizes)
 
     def _end_load(self, transfer: RemoteTransfer, epoch: bytes, right: list[int], now: bytes) -> None:
