@@ -7,20 +7,22 @@ Each round loads blocks, and does something to the node that a call reads from, 
 arrive: kill or stop it, flip bits in its memory, remove what is read, or fill it. "inside": of the bytes of that call
 some had arrived before the fault, and not all right after it; the shares are of one word of each page, all of which had
 another value when the call began. Every block that a load gives is compared, then and again beside the fault. No call
-may take longer than its limit and a second. --raw: the same over Mooncake's own client, of which nothing is expected:
-what it gave is printed.
+may take longer than its limit and a second. Each flipped block must be missed, and be there again after a store that
+comes a lease later. --raw: the same over Mooncake's own client, of which nothing is expected. Both print a row a kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,55 @@ from kvswap.files import Layout
 from kvswap.remote import RemoteStore, _names, _store
 
 NBYTES, BLOCKS, LIMIT, LEASE = 1 << 20, 48, 1.0, 1.0
+RAW_SECONDS = 90.0  # a call of Mooncake's own client that takes longer is left
 KINDS = ("kill node", "stop node", "kill master", "stop master", "flip", "remove", "evict")
 POISON = np.uint64(0xEEEEEEEEEEEEEEEE)
+
+
+def background(call: Any, *args: Any) -> tuple[threading.Thread, list[int]]:
+    """Its thread, and where its codes will be."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.extend(call(*args)), daemon=True)
+    thread.start()
+    return thread, codes
+
+
+def starved() -> dict[str, float]:
+    """Of each thread of this process: seconds that it was ready and had no CPU."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+class Call:
+    """Begins now."""
+
+    def __init__(self) -> None:
+        self.starved, self.begin = starved(), time.monotonic()
+
+    def late(self) -> float:
+        """Seconds beyond the limit, without those for which the machine kept the thread that waited most from a CPU."""
+        late = time.monotonic() - self.begin - LIMIT
+        if late < 0.5:
+            return late
+        return late - max(seconds - self.starved.get(task, 0.0) for task, seconds in starved().items())
+
+
+class Row:
+    """What came of the faults of a kind. Of flips: by a load that begins after them."""
+
+    def __init__(self) -> None:
+        self.faults = self.inside = self.given = self.wrong = self.missed = 0
+        self.shares: list[float] = []  # of the call's bytes, that had arrived at each fault
+        self.longest = 0.0  # seconds of a load
+
+    def __str__(self) -> str:
+        low, mid, high = min(self.shares), statistics.median(self.shares), max(self.shares)
+        blocks = f"blocks {self.given} given, {self.wrong} of them wrong, {self.missed} missed"
+        faults = f"{self.faults} faults, {self.inside} inside, {low:.2f} to {high:.2f} arrived (median {mid:.2f})"
+        return f"{faults}; {blocks}; longest load {self.longest:.2f} s"
 
 
 class Faults:
@@ -46,9 +95,12 @@ class Faults:
         self.want = np.random.default_rng(seed).integers(0, 256, (BLOCKS, NBYTES), np.uint8)
         self.keys = [b"%d" % i for i in range(BLOCKS)]
         self.calls: list[tuple[list[str], list[int]]] = []  # names and addresses of gets that run
-        self.counts, self.worst = Counter[str](), 0.0
+        self.rows: dict[str, Row] = defaultdict(Row)
+        self.worst = -LIMIT
+        self.struck_names: list[str] = []
         self.store: Any = None
-        self.raw: Any = None
+        self.raw: Any = None  # Mooncake's own client, as the next one
+        self.filler: Any = None
         self.nodes: dict[str, int] = {}  # of a name: index of its node
 
     # -- a call's bytes -----------------------------------------------------------------------------------------------
@@ -85,9 +137,9 @@ class Faults:
                 before = self.share(addresses)
                 if 0.02 < before < 0.9:
                     self.do(kind, names)
-                    after = self.share(addresses)
-                    self.counts[f"{kind}: inside" if after < 1 else f"{kind}: at the end"] += 1
-                    self.counts["MiB arrived at the faults"] += int(before * len(names))
+                    self.rows[kind].faults += 1
+                    self.rows[kind].inside += self.share(addresses) < 1
+                    self.rows[kind].shares.append(before)
                     return True
             time.sleep(0.0001)
         return False
@@ -99,7 +151,8 @@ class Faults:
             target.kill()
         elif kind.startswith("stop"):
             target.send_signal(signal.SIGSTOP)
-        for name in self.random.sample(names, min(4, len(names))) if kind in ("flip", "remove") else ():
+        self.struck_names = self.random.sample(names, min(4, len(names))) if kind in ("flip", "remove") else []
+        for name in self.struck_names:
             if kind == "remove":
                 self.raw.store.remove(name, True)
             else:
@@ -111,7 +164,7 @@ class Faults:
                     memory.write(bytes([byte ^ 1 << where % 8]))
         if kind == "evict":
             for i in range(20):
-                self.raw.put(f"filler {time.time_ns()} {i}", bytes(4 << 20))
+                self.filler.put(f"filler {time.time_ns()} {i}", bytes(4 << 20))
 
     def locate(self, names: list[str], found: dict[str, Any]) -> None:
         """Which node has each block, and where: the bytes there say so."""
@@ -129,11 +182,11 @@ class Faults:
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def finish(self, begin: float, *transfers: Any) -> None:
+    def finish(self, call: Call, *transfers: Any) -> None:
         for transfer in transfers:
             while not transfer.done():
                 time.sleep(0.001)
-            self.worst = max(self.worst, time.monotonic() - begin - LIMIT)
+        self.worst = max(self.worst, call.late())
         assert self.worst < 1.0, f"{self.worst:.1f} s beyond the limit"
 
     def load(self) -> tuple[Any, Any]:
@@ -141,6 +194,7 @@ class Faults:
         return self.store.load(self.keys, found, range(BLOCKS)), found
 
     def compare(self, load: Any, found: Any) -> int:
+        """How many a load gave, all of which are right."""
         failed = set(load.failed_positions.tolist())
         wrong = [i for i in range(BLOCKS) if i not in failed and not np.array_equal(found[i], self.want[i])]
         assert not wrong, f"wrong blocks {wrong}, seed {self.seed}"
@@ -153,11 +207,11 @@ class Faults:
             if self.store is None:
                 self.store = RemoteStore(self.cluster.address, self.layout, timeout=LIMIT)
                 self.watch(self.store._client)
-            begin = time.monotonic()
-            self.finish(begin, self.store.store(self.keys, self.want, range(BLOCKS)))
-            begin = time.monotonic()
+            call = Call()
+            self.finish(call, self.store.store(self.keys, self.want, range(BLOCKS)))
+            call = Call()
             load, found = self.load()
-            self.finish(begin, load)
+            self.finish(call, load)
             if self.compare(load, found) == BLOCKS:
                 return
             assert time.monotonic() < end, load.error
@@ -167,59 +221,70 @@ class Faults:
                 self.store = None
 
     def round(self, kind: str) -> None:
-        self.raw = Raw(self.cluster) if kind in ("remove", "evict") else None
+        self.raw = self.filler = Raw(self.cluster) if kind in ("remove", "evict") else None
         for _ in range(20):
             self.fill()
             epoch = self.store.epoch
             if epoch is not None:
                 names = _names.names(self.store.identity, epoch, self.keys)
                 self.locate(names, self.store._client.call("batch_get_replica_desc", names))
-                begin = time.monotonic()
+                call = Call()
                 load, found = self.load()
                 stores = self.store.store([b"new %d" % time.time_ns()] * 4, self.want, range(4))
                 if self.strike(kind, load.done):
                     break
-                self.finish(begin, load, stores)
+                self.finish(call, load, stores)
         else:
             raise AssertionError("no load could be struck")
-        self.finish(begin, load, stores)
-        self.counts["blocks loaded beside a fault"] += self.compare(load, found)
-        self.counts["blocks missed beside a fault"] += len(load.failed_positions)
-        begin = time.monotonic()
+        self.finish(call, load, stores)
+        given, row = self.compare(load, found), self.rows[kind]
+        row.longest = max(row.longest, load.elapsed)
+        call = Call()
         load, found = self.load()
-        self.finish(begin, load)
-        self.compare(load, found)
-        begin = time.monotonic()
+        self.finish(call, load)
+        after = self.compare(load, found)
+        if kind == "flip":
+            given = after
+            assert given <= BLOCKS - len(self.struck_names), "a flipped block is a hit"
+        row.given, row.missed = row.given + given, row.missed + BLOCKS - given
+        call = Call()
         self.store.contains(self.keys)
-        self.worst = max(self.worst, time.monotonic() - begin - LIMIT)
+        self.finish(call)
         self.mend(kind)
 
     def raw_round(self, kind: str) -> None:
         """The same over Mooncake's own client, from memory to memory, without headers."""
         self.raw = client = Raw(self.cluster, BLOCKS * (NBYTES + 64))
-        names = [f"raw {time.time_ns()} {i}" for i in range(BLOCKS)]
+        self.filler = Raw(self.cluster) if kind == "evict" else None
         slots = client.memory.reshape(BLOCKS, -1)
         at = [client.memory.ctypes.data + i * slots.shape[1] for i in range(BLOCKS)]
-        slots[:, 64:] = self.want
         sizes = [slots.shape[1]] * BLOCKS
-        assert set(client.store.batch_put_from(names, at, sizes)) == {0}
-        self.locate(names, client.store.batch_get_replica_desc(names))
-        codes: list[int] = []
-        slots.view(np.uint64)[:] = POISON
-        self.calls = [(names, at)]
-        begin = time.monotonic()
-        get = threading.Thread(target=lambda: codes.extend(client.store.batch_get_into(names, at, sizes)), daemon=True)
-        get.start()
-        struck = self.strike(kind, lambda: not get.is_alive())
-        get.join(90)
-        if kind == "flip":  # those of before may have arrived already
-            codes[:] = client.store.batch_get_into(names, at, sizes)
+        for _ in range(50):
+            names = [f"raw {time.time_ns()} {i}" for i in range(BLOCKS)]
+            slots[:, :64], slots[:, 64:] = 0, self.want
+            if set(client.store.batch_put_from(names, at, sizes)) != {0}:
+                time.sleep(0.5)  # the master still knows a node that was killed
+                continue
+            self.locate(names, client.store.batch_get_replica_desc(names))
+            slots.view(np.uint64)[:] = POISON
+            self.calls = [(names, at)]
+            begin = time.monotonic()
+            get, codes = background(client.store.batch_get_into, names, at, sizes)
+            if self.strike(kind, lambda get=get: not get.is_alive()):
+                break
+        else:
+            raise AssertionError("no get could be struck")
+        get.join(RAW_SECONDS)
         took = time.monotonic() - begin
+        if kind == "flip":
+            codes[:] = client.store.batch_get_into(names, at, sizes)
         given = [i for i, code in enumerate(codes) if code == sizes[0]]
         wrong = sum(not np.array_equal(slots[i][64:], self.want[i]) or slots[i][:64].any() for i in given)
         others = dict(Counter(code for code in codes if code != sizes[0]))
-        what = f"raw, {kind}{'' if struck else ' (ended before)'}: back after {took:.1f} s"
-        print(f"{what}; {len(given)} given, {wrong} of them wrong; codes of the others {others}", flush=True)
+        print(f"{kind}: {took:.1f} s; {len(given)} given, {wrong} of them wrong; other codes {others}", flush=True)
+        row = self.rows[kind]
+        row.given, row.wrong, row.missed = row.given + len(given), row.wrong + wrong, row.missed + BLOCKS - len(given)
+        row.longest = max(row.longest, took)
         self.mend(kind)
 
     def mend(self, kind: str) -> None:
@@ -232,7 +297,6 @@ class Faults:
             self.cluster.restart_master()
         elif kind == "flip":
             time.sleep(LEASE)  # then a store repairs what was damaged
-        self.counts[kind] += 1
 
 
 def main() -> None:
@@ -250,18 +314,21 @@ def main() -> None:
             for i in range(args.faults):
                 (faults.raw_round if args.raw else faults.round)(kinds[i % len(kinds)])
                 if i % 10 == 9:
-                    print(f"{i + 1} faults, {time.monotonic() - begin:.0f} s: {dict(faults.counts)}", flush=True)
+                    print(f"{i + 1} faults, {time.monotonic() - begin:.0f} s", flush=True)
             try:
-                start = time.monotonic()
+                call = Call()
                 if faults.store is not None:
                     faults.store.close()
-                faults.worst = max(faults.worst, time.monotonic() - start - LIMIT)
+                faults.finish(call)
             except Error as error:
                 print(error)
         finally:
             faults.cluster.close()
-    print(f"seed {args.seed}, {time.monotonic() - begin:.0f} s: 0 wrong blocks; {dict(sorted(faults.counts.items()))}")
-    print(f"the longest call took {faults.worst:+.2f} s more than its limit; {threading.active_count()} threads")
+    print(f"seed {args.seed}, {args.faults} faults, {time.monotonic() - begin:.0f} s")
+    for kind, row in faults.rows.items():
+        print(f"{kind}: {row}")
+    if not args.raw:
+        print(f"the longest call took {faults.worst:+.2f} s more than its limit; {threading.active_count()} threads")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 """Clients of the remote tier store, load, look up, delete and clear for a while, over Mooncake's own nodes on loopback.
 
     python tests/random/remote_soak.py --seconds 3600 --seed 1
+    python tests/random/remote_soak.py --opens 1000
 
 A block's bytes are a function of its key and of the number of clears that were begun before it was stored: a load that
 finds bytes of another key is wrong, and one that finds those of before a clear that ended a second ago is resurrected.
-Memory and descriptors of this process must stay flat after the first quarter.
+Memory and descriptors of this process must stay flat after the first quarter. --opens: instead, so many stores are
+opened, used and closed, one after the other; threads must stay flat, too.
 """
 
 from __future__ import annotations
@@ -121,12 +123,43 @@ class Soak:
         assert int(row[1]) >= floor, f"key {number} is of {int(row[1])} clears, {floor} have ended, seed {self.seed}"
 
 
+def threads() -> int:
+    """Those that are ending have a second."""
+    time.sleep(1.0)
+    return len(os.listdir("/proc/self/task"))
+
+
+def opens(master: str, count: int, seed: int) -> None:
+    layout, memory, missed = Layout(NBYTES, opens=seed, time=time.time_ns()), np.zeros((4, NBYTES), np.uint8), 0
+    begin, seen = time.monotonic(), []
+    for i in range(count):
+        with RemoteStore(master, layout) as store:
+            keys = [b"%d %d" % (i, k) for k in range(4)]
+            for move in (store.store, store.load):
+                transfer = move(keys, memory, range(4))
+                while not transfer.done():
+                    time.sleep(0.0005)
+            missed += len(transfer.failed_positions)
+        if i % max(1, count // 20) == 0 or i == count - 1:
+            seen.append((pages() * 4096 >> 20, descriptors(), threads()))
+    quarter = seen[len(seen) // 4]
+    print(f"{count} opens and closes, {time.monotonic() - begin:.0f} s; {missed} of {4 * count} blocks missed")
+    for when, (mib, open_files, running) in (("after a quarter", quarter), ("at the end", seen[-1])):
+        print(f"{when} {mib} MiB, {open_files} descriptors, {running} threads")
+    assert seen[-1][0] < quarter[0] * 1.2 + 32 and seen[-1][1] <= quarter[1] + 8 and seen[-1][2] <= quarter[2] + 8
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--opens", type=int, default=0)
     args = parser.parse_args()
     begin = time.monotonic()
+    if args.opens:
+        with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), memory="64MB", lease=3.0) as cluster:
+            opens(cluster.address, args.opens, args.seed)
+        return
     with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), memory="64MB", lease=3.0) as cluster:
         soak = Soak(cluster.address, args.seed, args.seconds)
         threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
