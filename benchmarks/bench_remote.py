@@ -2,16 +2,20 @@
 """The remote tier beside Mooncake's own client, in interleaved pairs over the same nodes; every load is compared.
 
 Starts a master and two nodes on loopback. Both clients lend no memory. Each store and load is one call of all blocks,
-Mooncake's own from and to memory that is registered.
+Mooncake's own from and to memory that is registered. Then a node is stopped while blocks of both are loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import os
+import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +23,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from mooncake_nodes import HOST, Cluster, free_port
+from mooncake_nodes import HOST, Cluster, Raw, free_port
 
-from kvswap import _C
+from kvswap import _C, Error
 from kvswap.files import Layout
-from kvswap.remote import RemoteStore
+from kvswap.remote import RemoteStore, _names
+from kvswap.remote._epoch import node_of
 
 LIMIT = 60.0
 
@@ -135,16 +140,78 @@ def check(nbytes: int, pairs: int) -> None:
     print(f"{nbytes >> 10} KiB blocks, check and copy: {rates}")
 
 
+class Loader:
+    """Loads the blocks of one node again and again, and counts those that arrive."""
+
+    def __init__(self, store: RemoteStore, keys: list[bytes], nbytes: int) -> None:
+        self.store, self.keys, self.memory = store, keys, np.zeros((len(keys), nbytes), np.uint8)
+        self.arrived, self.longest, self.over = 0, 0.0, False
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while not self.over:
+            begin = time.perf_counter()
+            load = self.store.load(self.keys, self.memory, range(len(self.keys)))
+            with contextlib.suppress(Error):
+                load.wait()
+            self.longest = max(self.longest, time.perf_counter() - begin)
+            self.arrived += len(self.keys) - len(load.failed_positions)
+            if load.error is not None:
+                time.sleep(0.01)
+
+    def rate(self, during: float) -> float:
+        before, begin = self.arrived, time.perf_counter()
+        time.sleep(during)
+        return (self.arrived - before) * self.memory.shape[1] / (time.perf_counter() - begin) / 1e9
+
+
+def stopped(has_epoch: bool, during: float, nbytes: int = 1 << 20, limit: float = 10.0) -> None:
+    """One of two nodes stops while blocks of both are loaded. has_epoch: the one that the epoch is read from."""
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), memory="256MB") as cluster:
+        store = RemoteStore(cluster.address, Layout(nbytes, bench=time.time_ns()), timeout=limit)
+        keys = [b"%d" % i for i in range(64)]
+        store.store(keys, np.zeros((64, nbytes), np.uint8), range(64)).wait()
+        assert store.epoch is not None
+        epoch, *blocks = [f"kvswap/{store.identity.hex()}/epoch", *_names.names(store.identity, store.epoch, keys)]
+        raw = Raw(cluster)
+        node = {name: node_of(raw.store.get_replica_desc(name)) for name in (epoch, *blocks)}
+        parts = [[key for key, name in zip(keys, blocks, strict=True) if (node[name] == node[epoch]) is serves]
+                 for serves in (has_epoch, not has_epoch)]  # fmt: skip
+        pid = raw.place(blocks[keys.index(parts[0][0])])[0]
+        loaders = [Loader(store, part, nbytes) for part in parts]
+        before = loaders[1].rate(during / 4)
+        os.kill(pid, signal.SIGSTOP)
+        beside = loaders[1].rate(during)
+        for loader in loaders:
+            loader.over = True
+        for loader in loaders:
+            loader.thread.join()
+        closing = seconds(store.close)
+        os.kill(pid, signal.SIGCONT)
+        raw.close()
+    which = "that serves the epoch" if has_epoch else "other"
+    longest = max(loader.longest for loader in loaders)
+    print(
+        f"node {which} stopped for {during:.0f} s: loads from the running one {beside:.2f} GB/s, {before:.2f} before",
+        end="",
+    )
+    print(f" ({beside / before:.2f}); limit {limit:.0f} s: longest load {longest:.1f} s, close() {closing:.1f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--total", type=int, default=64 << 20, help="bytes of each transfer")
+    parser.add_argument("--stopped", type=float, default=120.0, metavar="S", help="for how long a node is stopped")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), memory="2GB", lease=1.0) as cluster:
         for nbytes in (512 << 10, 2 << 20):
             moves(cluster, nbytes, args.total, args.pairs)
             check(nbytes, args.pairs)
         look_ups(cluster, args.pairs)
+    for has_epoch in (True, False):
+        stopped(has_epoch, args.stopped)
 
 
 if __name__ == "__main__":
