@@ -6,6 +6,7 @@
 #include "../paths/costs_default.h"
 #include "../paths/predict.h"
 #include "args.h"
+#include "dicts.h"
 #include "errors.h"
 #include "module.h"
 #include "open.h"
@@ -30,13 +31,6 @@ static PyObject *numbers_from(const double *numbers, int count) {
   return list;
 }
 
-/* Steals the reference to value, which may be NULL. */
-static int put(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-  Py_XDECREF(value);
-  return rc;
-}
-
 static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
   for (int i = 1; paths != NULL && i < KVS_PATHS; ++i) {
@@ -45,7 +39,7 @@ static PyObject *paths_from(const struct kvs_path_cost *costs) {
     PyObject *cost = Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
                                    numbers_from(costs[i].each, KVS_COST_SIZES), "run",
                                    numbers_from(costs[i].run, kvs_costs_runs(path)));
-    if (put(paths, kvs_path_name(path), cost) < 0) Py_CLEAR(paths);
+    if (kvs_py_put(paths, kvs_path_name(path), cost) < 0) Py_CLEAR(paths);
   }
   return paths;
 }
@@ -58,7 +52,7 @@ static PyObject *tuning_from(const struct kvs_tuning *tuning) {
     if (numbers[0] == 0) continue;
     PyObject *value = kvs_tuning_count(i) == 1 ? PyFloat_FromDouble(numbers[0])
                                                : Py_BuildValue("(idd)", (int)numbers[0], numbers[1], numbers[2]);
-    if (put(dict, kvs_tuning_names[i], value) < 0) Py_CLEAR(dict);
+    if (kvs_py_put(dict, kvs_tuning_names[i], value) < 0) Py_CLEAR(dict);
   }
   return dict;
 }
@@ -66,8 +60,8 @@ static PyObject *tuning_from(const struct kvs_tuning *tuning) {
 static PyObject *costs_from(const struct kvs_costs *costs) {
   PyObject *dict = PyDict_New();
   if (dict == NULL) return NULL;
-  int rc = put(dict, "tuning", tuning_from(&costs->tuning));
-  for (int i = 0; rc == 0 && i < 2; ++i) rc = put(dict, direction_names[i], paths_from(costs->paths[i]));
+  int rc = kvs_py_put(dict, "tuning", tuning_from(&costs->tuning));
+  for (int i = 0; rc == 0 && i < 2; ++i) rc = kvs_py_put(dict, direction_names[i], paths_from(costs->paths[i]));
   if (rc < 0) Py_CLEAR(dict);
   return dict;
 }

@@ -1,10 +1,12 @@
 /* Device.info and Device.stats(). */
 #include "device_facts.h"
+#include "dicts.h"
 #include "objects.h"
 #include "options.h"
 #include "wait.h"
 
-static PyObject *uuid_text(const unsigned char *uuid) {
+static PyObject *uuid_text(const void *member) {
+  const unsigned char *uuid = member;
   char text[40] = "";
   unsigned any = 0;
   for (int i = 0, at = 0; i < 16; ++i) {
@@ -15,22 +17,17 @@ static PyObject *uuid_text(const unsigned char *uuid) {
   return PyUnicode_FromString(any != 0 ? text : "");
 }
 
-PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
-  return Py_BuildValue("{s:s, s:s, s:N, s:K, s:i, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}",
-                       "name", info->name, "pci", info->pci, "uuid", uuid_text(info->uuid), "memory",
-                       (unsigned long long)info->memory, "memory_gbps", info->memory_gbps, "max_pitch",
-                       (unsigned long long)info->max_pitch, "driver", info->driver, "cc_major", info->cc_major,
-                       "cc_minor", info->cc_minor, "sms", info->sms, "copy_engines", info->copy_engines, "numa_node",
-                       info->numa_node, "priority_low", info->priority_low, "priority_high", info->priority_high,
-                       "batch", PyBool_FromLong(info->batch), "memops", PyBool_FromLong(info->memops), "kernels",
-                       PyBool_FromLong(info->kernels), "kernels_note", info->kernels_note);
-}
+#define INFO(member) KVS_PY_FIELD(struct kvs_device_info, member)
 
-/* dict[name] = value. value may be NULL with an exception set. Steals the reference. */
-static int set_item(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-  Py_XDECREF(value);
-  return rc;
+PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
+  static const struct kvs_py_field fields[] = {
+      INFO(name),         INFO(pci),           {"uuid", offsetof(struct kvs_device_info, uuid), uuid_text},
+      INFO(memory),       INFO(memory_gbps),   INFO(max_pitch),
+      INFO(driver),       INFO(cc_major),      INFO(cc_minor),
+      INFO(sms),          INFO(copy_engines),  INFO(numa_node),
+      INFO(priority_low), INFO(priority_high), INFO(batch),
+      INFO(memops),       INFO(kernels),       INFO(kernels_note)};
+  return KVS_PY_DICT(info, fields);
 }
 
 PyObject *kvs_py_device_info(PyObject *self, void *unused) {
@@ -40,22 +37,24 @@ PyObject *kvs_py_device_info(PyObject *self, void *unused) {
   kvs_engine_burst_note(engine, burst);
   PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
   if (dict == NULL) return NULL;
-  if (set_item(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
-      set_item(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
-      set_item(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
+  if (kvs_py_put(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
+      kvs_py_put(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
+      kvs_py_put(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
     Py_CLEAR(dict);
   return dict;
 }
 
 static PyObject *path_stats(const struct kvs_path_stats *paths) {
+  static const struct kvs_py_field fields[] = {
+      KVS_PY_FIELD(struct kvs_path_stats, transfers),
+      KVS_PY_FIELD(struct kvs_path_stats, blocks),
+      KVS_PY_FIELD(struct kvs_path_stats, bytes),
+      {"seconds", offsetof(struct kvs_path_stats, device_ns), kvs_py_of_seconds}};
   PyObject *dict = PyDict_New();
   for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
     const struct kvs_path_stats *row = &paths[path];
     if (row->transfers == 0) continue;
-    PyObject *value = Py_BuildValue("{s:K, s:K, s:K, s:d}", "transfers", (unsigned long long)row->transfers, "blocks",
-                                    (unsigned long long)row->blocks, "bytes", (unsigned long long)row->bytes, "seconds",
-                                    (double)row->device_ns * 1e-9);
-    if (set_item(dict, kvs_path_name((enum kvs_path)path), value) < 0) Py_CLEAR(dict);
+    if (kvs_py_put(dict, kvs_path_name((enum kvs_path)path), KVS_PY_DICT(row, fields)) < 0) Py_CLEAR(dict);
   }
   return dict;
 }
@@ -69,40 +68,25 @@ static PyObject *all_path_stats(const struct kvs_stats *stats) {
       Py_DECREF(paths);
       continue;
     }
-    if (set_item(dict, kvs_py_direction_names[direction], paths) < 0) Py_CLEAR(dict);
+    if (kvs_py_put(dict, kvs_py_direction_names[direction], paths) < 0) Py_CLEAR(dict);
   }
   return dict;
 }
 
+#define STATS(member) KVS_PY_FIELD(struct kvs_stats, member)
+
 PyObject *kvs_py_device_stats(PyObject *self, PyObject *unused) {
+  static const struct kvs_py_field fields[] = {
+      STATS(submitted), STATS(done),         STATS(failed),          STATS(cancelled),      STATS(bytes_d2h),
+      STATS(bytes_h2d), STATS(bytes_other),  STATS(copies),          STATS(merged),         STATS(unfinished),
+      STATS(lanes),     STATS(refused_full), STATS(second_attempts), STATS(staging_nbytes), STATS(waits_raw),
+      STATS(waits_war), STATS(waits_waw)};
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_stats stats = {0};
   kvs_py_collect(engine);
   KVS_PY_NO_GIL(kvs_engine_stats(engine, &stats));
-  const struct {
-    const char *name;
-    uint64_t value;
-  } rows[] = {{"submitted", stats.submitted},
-              {"done", stats.done},
-              {"failed", stats.failed},
-              {"cancelled", stats.cancelled},
-              {"bytes_d2h", stats.bytes_d2h},
-              {"bytes_h2d", stats.bytes_h2d},
-              {"bytes_other", stats.bytes_other},
-              {"copies", stats.copies},
-              {"merged", stats.merged},
-              {"unfinished", stats.unfinished},
-              {"lanes", stats.lanes},
-              {"refused_full", stats.refused_full},
-              {"second_attempts", stats.second_attempts},
-              {"staging_nbytes", stats.staging_nbytes},
-              {"waits_raw", stats.waits_raw},
-              {"waits_war", stats.waits_war},
-              {"waits_waw", stats.waits_waw}};
-  PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i)
-    if (set_item(dict, rows[i].name, PyLong_FromUnsignedLongLong(rows[i].value)) < 0) Py_CLEAR(dict);
-  if (dict != NULL && set_item(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
+  PyObject *dict = KVS_PY_DICT(&stats, fields);
+  if (dict != NULL && kvs_py_put(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
   return dict;
 }

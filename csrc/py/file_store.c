@@ -5,6 +5,7 @@
 #include "../files/engine_uring.h"
 #include "../files/store.h"
 #include "args.h"
+#include "dicts.h"
 #include "errors.h"
 #include "file_calls.h"
 #include "module.h"
@@ -440,64 +441,54 @@ static PyObject *store_clear(PyObject *self, PyObject *unused) {
 
 /* -- info and counters --------------------------------------------------------------------------------------------- */
 
+#define STATS(member) KVS_PY_FIELD(struct kvs_file_stats, member)
+#define INFO(member) KVS_PY_FIELD(struct kvs_file_info, member)
+
 static PyObject *store_stats(PyObject *self, PyObject *unused) {
+  static const struct kvs_py_field fields[] = {STATS(blocks),
+                                               STATS(pinned),
+                                               STATS(slots),
+                                               STATS(segments),
+                                               STATS(file_nbytes),
+                                               STATS(stored),
+                                               STATS(kept),
+                                               STATS(loaded),
+                                               STATS(deleted),
+                                               STATS(evicted),
+                                               STATS(missed),
+                                               STATS(damaged),
+                                               STATS(failed),
+                                               STATS(found),
+                                               STATS(cut),
+                                               STATS(foreign),
+                                               STATS(lost_slots),
+                                               STATS(unfinished_loads),
+                                               STATS(unfinished_stores),
+                                               STATS(refused_full),
+                                               STATS(gds_read_nbytes),
+                                               STATS(gds_written_nbytes),
+                                               STATS(gds_by_host),
+                                               STATS(directory_nbytes),
+                                               STATS(reclaimed_segments),
+                                               STATS(retired_segments)};
   (void)unused;
   struct kvs_file_stats stats;
   struct kvs_error err = {0};
   if (kvs_file_get_stats(kvs_py_file_core(self), &stats, &err)) return kvs_py_raise(kvs_py_state_of(self), &err);
-  const struct {
-    const char *name;
-    uint64_t value;
-  } rows[] = {
-      {"blocks", stats.blocks},
-      {"pinned", stats.pinned},
-      {"slots", stats.slots},
-      {"segments", stats.segments},
-      {"file_nbytes", stats.file_nbytes},
-      {"stored", stats.stored},
-      {"kept", stats.kept},
-      {"loaded", stats.loaded},
-      {"deleted", stats.deleted},
-      {"evicted", stats.evicted},
-      {"missed", stats.missed},
-      {"damaged", stats.damaged},
-      {"failed", stats.failed},
-      {"found", stats.found},
-      {"cut", stats.cut},
-      {"foreign", stats.foreign},
-      {"lost_slots", stats.lost_slots},
-      {"unfinished_loads", stats.unfinished_loads},
-      {"unfinished_stores", stats.unfinished_stores},
-      {"refused_full", stats.refused_full},
-      {"gds_read_nbytes", stats.gds_read_nbytes},
-      {"gds_written_nbytes", stats.gds_written_nbytes},
-      {"gds_by_host", stats.gds_by_host},
-      {"directory_nbytes", stats.directory_nbytes},
-      {"reclaimed_segments", stats.reclaimed_segments},
-      {"retired_segments", stats.retired_segments},
-  };
   kvs_py_file_say_note(self);
-  PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
-    PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);
-    if (value == NULL || PyDict_SetItemString(dict, rows[i].name, value) < 0) Py_CLEAR(dict);
-    Py_XDECREF(value);
-  }
-  return dict;
+  return KVS_PY_DICT(&stats, fields);
 }
 
 static PyObject *store_info(PyObject *self, void *unused) {
+  static const struct kvs_py_field fields[] = {
+      INFO(engine),        INFO(engine_note),  INFO(direct),      INFO(direct_note),
+      INFO(gds),           INFO(gds_note),     INFO(checksum),    INFO(readonly),
+      INFO(readonly_note), INFO(block_nbytes), INFO(slot_nbytes), INFO(segment_nbytes),
+      INFO(capacity),      INFO(depth),        INFO(bound),       INFO(bound_note)};
   (void)unused;
   struct kvs_file_info info;
   kvs_file_get_info(kvs_py_file_core(self), &info);
-  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:s, s:K, s:K, s:K, s:K, s:I, s:s, s:s}", "engine",
-                       info.engine, "engine_note", info.engine_note, "direct", info.direct ? Py_True : Py_False,
-                       "direct_note", info.direct_note, "gds", info.gds, "gds_note", info.gds_note, "checksum",
-                       info.checksum, "readonly", info.readonly ? Py_True : Py_False, "readonly_note",
-                       info.readonly_note, "block_nbytes", (unsigned long long)info.block_nbytes, "slot_nbytes",
-                       (unsigned long long)info.slot_nbytes, "segment_nbytes", (unsigned long long)info.segment_nbytes,
-                       "capacity", (unsigned long long)info.capacity, "depth", info.depth, "bound", info.bound,
-                       "bound_note", info.bound_note);
+  return KVS_PY_DICT(&info, fields);
 }
 
 static PyObject *store_block_nbytes(PyObject *self, void *unused) {

@@ -7,6 +7,7 @@
 #include "../kvswap_file.h"
 #include "args.h"
 #include "device_facts.h"
+#include "dicts.h"
 #include "errors.h"
 #include "handle.h"
 #include "module.h"
@@ -72,6 +73,10 @@ static PyObject *fatbin(PyObject *module, PyObject *unused) {
 static PyObject *host_memory(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"root"};
   static const struct kvs_py_args spec = {"_host_memory", names, 1, 1, 1};
+  static const struct kvs_py_field fields[] = {
+      KVS_PY_FIELD(struct kvs_budget, available), KVS_PY_FIELD(struct kvs_budget, total),
+      KVS_PY_FIELD(struct kvs_budget, group_max), KVS_PY_FIELD(struct kvs_budget, group_used),
+      KVS_PY_FIELD(struct kvs_budget, group),     KVS_PY_AS("knob", struct kvs_budget, group_knob)};
   struct kvs_budget budget;
   PyObject *value;
   (void)module;
@@ -79,10 +84,7 @@ static PyObject *host_memory(PyObject *module, PyObject *const *args, Py_ssize_t
   const char *root = PyUnicode_AsUTF8(value);
   if (root == NULL) return NULL;
   KVS_PY_NO_GIL(kvs_budget_read(root, &budget));
-  return Py_BuildValue("{s:K, s:K, s:K, s:K, s:s, s:s}", "available", (unsigned long long)budget.available, "total",
-                       (unsigned long long)budget.total, "group_max", (unsigned long long)budget.group_max,
-                       "group_used", (unsigned long long)budget.group_used, "group", budget.group, "knob",
-                       budget.group_knob ? budget.group_knob : "");
+  return KVS_PY_DICT(&budget, fields);
 }
 
 static PyObject *environment(PyObject *module, PyObject *unused) {

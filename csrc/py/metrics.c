@@ -2,40 +2,13 @@
 #include "../engine/metrics.h"
 #include "../files/store.h"
 #include "../hostpool/metrics.h"
+#include "dicts.h"
 #include "host_pool_base.h"
 #include "module.h"
 #include "options.h"
 
 #include <ctype.h>
 #include <string.h>
-
-static PyObject *count(uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
-
-static PyObject *seconds(uint64_t ns) { return PyFloat_FromDouble((double)ns * 1e-9); }
-
-/* dict[name] = value. Takes the reference; value may be NULL with an exception set. */
-static int put(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-  Py_XDECREF(value);
-  return rc;
-}
-
-static int append(PyObject *list, PyObject *value) {
-  int rc = value == NULL ? -1 : PyList_Append(list, value);
-  Py_XDECREF(value);
-  return rc;
-}
-
-struct row {
-  const char *name;
-  uint64_t value;
-};
-
-static int put_counts(PyObject *dict, const struct row *rows, size_t nrows) {
-  for (size_t i = 0; i < nrows; ++i)
-    if (put(dict, rows[i].name, count(rows[i].value)) < 0) return -1;
-  return 0;
-}
 
 static uint64_t total(const struct kvs_histogram_counts *histogram) {
   uint64_t n = 0;
@@ -44,27 +17,31 @@ static uint64_t total(const struct kvs_histogram_counts *histogram) {
 }
 
 /* {"buckets": [...], "sum": ...}; the buckets count apart from each other. */
-static PyObject *histogram(const struct kvs_histogram_counts *counts, bool times) {
-  PyObject *buckets = PyList_New(0);
+static PyObject *histogram(const struct kvs_histogram_counts *counts, PyObject *(*sum)(const void *)) {
+  PyObject *dict = PyDict_New(), *buckets = PyList_New(0);
   for (int i = 0; buckets != NULL && i <= KVS_HISTOGRAM_BOUNDS; ++i)
-    if (append(buckets, count(counts->buckets[i])) < 0) Py_CLEAR(buckets);
-  PyObject *sum = buckets == NULL ? NULL : times ? seconds(counts->sum) : count(counts->sum);
-  if (sum == NULL) {
-    Py_XDECREF(buckets);
-    return NULL;
-  }
-  return Py_BuildValue("{s:N, s:N}", "buckets", buckets, "sum", sum);
+    if (kvs_py_append(buckets, kvs_py_of_count(&counts->buckets[i])) < 0) Py_CLEAR(buckets);
+  if (dict == NULL || kvs_py_put(dict, "buckets", Py_XNewRef(buckets)) < 0 ||
+      kvs_py_put(dict, "sum", sum(&counts->sum)) < 0)
+    Py_CLEAR(dict);
+  Py_XDECREF(buckets);
+  return dict;
 }
 
+static PyObject *times(const void *member) { return histogram(member, kvs_py_of_seconds); }
+
+static PyObject *sizes(const void *member) { return histogram(member, kvs_py_of_count); }
+
 /* {"refused": 1}: by the lower-case name of the status; without zeros. */
-static PyObject *failures(const uint64_t failed[KVS_STATUSES]) {
+static PyObject *failures(const void *member) {
+  const uint64_t *failed = member;
   PyObject *dict = PyDict_New();
   for (int i = 0; dict != NULL && i < KVS_STATUSES; ++i) {
     char name[32];
     if (failed[i] == 0) continue;
     snprintf(name, sizeof name, "%s", kvs_status_name(-i));
     for (char *at = name; *at; ++at) *at = (char)tolower((unsigned char)*at);
-    if (put(dict, name, count(failed[i])) < 0) Py_CLEAR(dict);
+    if (kvs_py_put(dict, name, kvs_py_of_count(&failed[i])) < 0) Py_CLEAR(dict);
   }
   return dict;
 }
@@ -72,17 +49,17 @@ static PyObject *failures(const uint64_t failed[KVS_STATUSES]) {
 /* -- devices ------------------------------------------------------------------------------------------------------- */
 
 static PyObject *path_row(int direction, int path, const struct kvs_path_metrics *metrics) {
+  static const struct kvs_py_field fields[] = {
+      {"duration", offsetof(struct kvs_path_metrics, duration_ns), times},
+      {"queue", offsetof(struct kvs_path_metrics, queue_ns), times},
+      {"size", offsetof(struct kvs_path_metrics, nbytes), sizes},
+      KVS_PY_FIELD(struct kvs_path_metrics, blocks),
+      {"device_seconds", offsetof(struct kvs_path_metrics, device_ns), kvs_py_of_seconds},
+      {"failed", offsetof(struct kvs_path_metrics, failed), failures},
+      KVS_PY_FIELD(struct kvs_path_metrics, failed_blocks)};
   PyObject *dict = Py_BuildValue("{s:s, s:s}", "direction", kvs_py_direction_names[direction], "path",
                                  kvs_path_name((enum kvs_path)path));
-  if (dict != NULL &&
-      (put(dict, "duration", histogram(&metrics->duration_ns, true)) < 0 ||
-       put(dict, "queue", histogram(&metrics->queue_ns, true)) < 0 ||
-       put(dict, "size", histogram(&metrics->nbytes, false)) < 0 || put(dict, "blocks", count(metrics->blocks)) < 0 ||
-       put(dict, "device_seconds", seconds(metrics->device_ns)) < 0 ||
-       put(dict, "failed", failures(metrics->failed)) < 0 ||
-       put(dict, "failed_blocks", count(metrics->failed_blocks)) < 0))
-    Py_CLEAR(dict);
-  return dict;
+  return KVS_PY_FILL(dict, metrics, fields);
 }
 
 static bool is_used(const struct kvs_path_metrics *metrics) {
@@ -96,22 +73,21 @@ static PyObject *path_rows(const struct kvs_engine_metrics *metrics) {
   for (int direction = 0; direction < 3; ++direction)
     for (int path = 0; list != NULL && path < KVS_PATHS; ++path) {
       const struct kvs_path_metrics *row = &metrics->paths[direction][path];
-      if (is_used(row) && append(list, path_row(direction, path, row)) < 0) Py_CLEAR(list);
+      if (is_used(row) && kvs_py_append(list, path_row(direction, path, row)) < 0) Py_CLEAR(list);
     }
   return list;
 }
 
 static PyObject *lane_row(int direction, const char *priority, const struct kvs_lane_metrics *lanes) {
-  const struct row rows[] = {{"lanes", lanes->lanes},
-                             {"unfinished", lanes->unfinished},
-                             {"bytes", lanes->nbytes},
-                             {"fullest", lanes->fullest},
-                             {"limit", lanes->limit}};
+  static const struct kvs_py_field fields[] = {
+      KVS_PY_FIELD(struct kvs_lane_metrics, lanes),
+      KVS_PY_FIELD(struct kvs_lane_metrics, unfinished),
+      KVS_PY_AS("bytes", struct kvs_lane_metrics, nbytes),
+      KVS_PY_FIELD(struct kvs_lane_metrics, fullest),
+      KVS_PY_FIELD(struct kvs_lane_metrics, limit),
+      {"oldest_seconds", offsetof(struct kvs_lane_metrics, oldest_ns), kvs_py_of_seconds}};
   PyObject *dict = Py_BuildValue("{s:s, s:s}", "direction", kvs_py_direction_names[direction], "priority", priority);
-  if (dict != NULL && (put_counts(dict, rows, sizeof rows / sizeof *rows) < 0 ||
-                       put(dict, "oldest_seconds", seconds(lanes->oldest_ns)) < 0))
-    Py_CLEAR(dict);
-  return dict;
+  return KVS_PY_FILL(dict, lanes, fields);
 }
 
 static PyObject *lane_rows(const struct kvs_engine_metrics *metrics) {
@@ -123,33 +99,36 @@ static PyObject *lane_rows(const struct kvs_engine_metrics *metrics) {
   for (int direction = 0; direction < 3; ++direction)
     for (int priority = 0; list != NULL && priority <= KVS_PRIORITY_BACKGROUND; ++priority) {
       const struct kvs_lane_metrics *row = &metrics->lanes[direction][priority];
-      if (row->lanes != 0 && append(list, lane_row(direction, priorities[priority], row)) < 0) Py_CLEAR(list);
+      if (row->lanes != 0 && kvs_py_append(list, lane_row(direction, priorities[priority], row)) < 0) Py_CLEAR(list);
     }
   return list;
 }
 
+#define ENGINE(member) KVS_PY_FIELD(struct kvs_engine_metrics, member)
+
 static PyObject *device_row(struct kvs_engine *engine, struct kvs_engine_metrics *metrics) {
+  static const struct kvs_py_field fields[] = {
+      ENGINE(lost),
+      ENGINE(submitted),
+      ENGINE(copies),
+      ENGINE(merged),
+      ENGINE(refused_full),
+      ENGINE(second_attempts),
+      ENGINE(waits_raw),
+      ENGINE(waits_war),
+      ENGINE(waits_waw),
+      KVS_PY_AS("staging_bytes", struct kvs_engine_metrics, staging_nbytes),
+      KVS_PY_AS("slots_bytes", struct kvs_engine_metrics, slots_nbytes),
+      KVS_PY_AS("allocated_bytes", struct kvs_engine_metrics, allocated_nbytes),
+      KVS_PY_AS("allocated_host_bytes", struct kvs_engine_metrics, allocated_host_nbytes),
+      KVS_PY_AS("registered_bytes", struct kvs_engine_metrics, registered_nbytes),
+      KVS_PY_AS("imported_bytes", struct kvs_engine_metrics, imported_nbytes),
+      ENGINE(pools),
+      ENGINE(pool_blocks)};
   KVS_PY_NO_GIL(kvs_engine_get_metrics(engine, metrics));
-  const struct row rows[] = {{"submitted", metrics->submitted},
-                             {"copies", metrics->copies},
-                             {"merged", metrics->merged},
-                             {"refused_full", metrics->refused_full},
-                             {"second_attempts", metrics->second_attempts},
-                             {"waits_raw", metrics->waits_raw},
-                             {"waits_war", metrics->waits_war},
-                             {"waits_waw", metrics->waits_waw},
-                             {"staging_bytes", metrics->staging_nbytes},
-                             {"slots_bytes", metrics->slots_nbytes},
-                             {"allocated_bytes", metrics->allocated_nbytes},
-                             {"allocated_host_bytes", metrics->allocated_host_nbytes},
-                             {"registered_bytes", metrics->registered_nbytes},
-                             {"imported_bytes", metrics->imported_nbytes},
-                             {"pools", metrics->pools},
-                             {"pool_blocks", metrics->pool_blocks}};
-  PyObject *dict =
-      Py_BuildValue("{s:s, s:N}", "device", kvs_engine_name(engine), "lost", PyBool_FromLong(metrics->lost));
-  if (dict != NULL && (put_counts(dict, rows, sizeof rows / sizeof *rows) < 0 ||
-                       put(dict, "paths", path_rows(metrics)) < 0 || put(dict, "lanes", lane_rows(metrics)) < 0))
+  PyObject *dict = KVS_PY_FILL(Py_BuildValue("{s:s}", "device", kvs_engine_name(engine)), metrics, fields);
+  if (dict != NULL &&
+      (kvs_py_put(dict, "paths", path_rows(metrics)) < 0 || kvs_py_put(dict, "lanes", lane_rows(metrics)) < 0))
     Py_CLEAR(dict);
   return dict;
 }
@@ -161,7 +140,8 @@ static PyObject *device_rows(void) {
   if (metrics == NULL) PyErr_NoMemory();
   if (metrics == NULL) Py_CLEAR(list);
   for (unsigned i = 0; list != NULL && (engine = kvs_engine_at(i)) != NULL; ++i)
-    if (!kvs_dev_forked(kvs_engine_device(engine)) && append(list, device_row(engine, metrics)) < 0) Py_CLEAR(list);
+    if (!kvs_dev_forked(kvs_engine_device(engine)) && kvs_py_append(list, device_row(engine, metrics)) < 0)
+      Py_CLEAR(list);
   PyMem_Free(metrics);
   return list;
 }
@@ -169,61 +149,68 @@ static PyObject *device_rows(void) {
 /* -- files --------------------------------------------------------------------------------------------------------- */
 
 static PyObject *kind_row(const char *what, const struct kvs_file_kind_metrics *kind) {
-  PyObject *dict = Py_BuildValue("{s:s}", "operation", what);
-  if (dict != NULL &&
-      (put(dict, "duration", histogram(&kind->duration_ns, true)) < 0 ||
-       put(dict, "size", histogram(&kind->nbytes, false)) < 0 || put(dict, "failed", count(kind->failed)) < 0 ||
-       put(dict, "cancelled", count(kind->cancelled)) < 0 ||
-       put(dict, "failed_blocks", failures(kind->failed_blocks)) < 0))
-    Py_CLEAR(dict);
-  return dict;
+  static const struct kvs_py_field fields[] = {
+      {"duration", offsetof(struct kvs_file_kind_metrics, duration_ns), times},
+      {"size", offsetof(struct kvs_file_kind_metrics, nbytes), sizes},
+      KVS_PY_FIELD(struct kvs_file_kind_metrics, failed),
+      KVS_PY_FIELD(struct kvs_file_kind_metrics, cancelled),
+      {"failed_blocks", offsetof(struct kvs_file_kind_metrics, failed_blocks), failures}};
+  return KVS_PY_FILL(Py_BuildValue("{s:s}", "operation", what), kind, fields);
 }
 
+#define FILES(member) KVS_PY_FIELD(struct kvs_file_metrics, member)
+
 static PyObject *file_row(const void *row) {
+  static const struct kvs_py_field fields[] = {
+      FILES(directory),
+      KVS_PY_AS("block_bytes", struct kvs_file_metrics, block_nbytes),
+      KVS_PY_AS("capacity_bytes", struct kvs_file_metrics, capacity),
+      KVS_PY_AS("file_bytes", struct kvs_file_metrics, stats.file_nbytes),
+      KVS_PY_AS("blocks", struct kvs_file_metrics, stats.blocks),
+      KVS_PY_AS("slots", struct kvs_file_metrics, stats.slots),
+      KVS_PY_AS("pinned", struct kvs_file_metrics, stats.pinned),
+      KVS_PY_AS("segments", struct kvs_file_metrics, stats.segments),
+      KVS_PY_AS("stored", struct kvs_file_metrics, stats.stored),
+      KVS_PY_AS("kept", struct kvs_file_metrics, stats.kept),
+      KVS_PY_AS("loaded", struct kvs_file_metrics, stats.loaded),
+      KVS_PY_AS("deleted", struct kvs_file_metrics, stats.deleted),
+      KVS_PY_AS("evicted", struct kvs_file_metrics, stats.evicted),
+      KVS_PY_AS("lost_slots", struct kvs_file_metrics, stats.lost_slots),
+      KVS_PY_AS("refused_full", struct kvs_file_metrics, stats.refused_full),
+      KVS_PY_AS("unfinished_loads", struct kvs_file_metrics, stats.unfinished_loads),
+      KVS_PY_AS("unfinished_stores", struct kvs_file_metrics, stats.unfinished_stores),
+      FILES(unfinished_load_blocks),
+      FILES(unfinished_store_blocks),
+      KVS_PY_AS("gds_read_bytes", struct kvs_file_metrics, stats.gds_read_nbytes),
+      KVS_PY_AS("gds_written_bytes", struct kvs_file_metrics, stats.gds_written_nbytes),
+      {"oldest_seconds", offsetof(struct kvs_file_metrics, oldest_ns), kvs_py_of_seconds}};
   const struct kvs_file_metrics *metrics = row;
-  const struct kvs_file_stats *stats = &metrics->stats;
-  const struct row rows[] = {{"block_bytes", metrics->block_nbytes},
-                             {"capacity_bytes", metrics->capacity},
-                             {"file_bytes", stats->file_nbytes},
-                             {"blocks", stats->blocks},
-                             {"slots", stats->slots},
-                             {"pinned", stats->pinned},
-                             {"segments", stats->segments},
-                             {"stored", stats->stored},
-                             {"kept", stats->kept},
-                             {"loaded", stats->loaded},
-                             {"deleted", stats->deleted},
-                             {"evicted", stats->evicted},
-                             {"lost_slots", stats->lost_slots},
-                             {"refused_full", stats->refused_full},
-                             {"unfinished_loads", stats->unfinished_loads},
-                             {"unfinished_stores", stats->unfinished_stores},
-                             {"unfinished_load_blocks", metrics->unfinished_load_blocks},
-                             {"unfinished_store_blocks", metrics->unfinished_store_blocks},
-                             {"gds_read_bytes", stats->gds_read_nbytes},
-                             {"gds_written_bytes", stats->gds_written_nbytes}};
-  PyObject *dict = PyDict_New(), *kinds = PyList_New(0);
-  bool made = dict != NULL && kinds != NULL && append(kinds, kind_row("store", &metrics->stores)) == 0 &&
-              append(kinds, kind_row("load", &metrics->loads)) == 0 &&
-              append(kinds, kind_row("delete", &metrics->deletes)) == 0 &&
-              put(dict, "directory",
-                  PyUnicode_DecodeUTF8(metrics->directory, (Py_ssize_t)strlen(metrics->directory), "replace")) == 0 &&
-              put_counts(dict, rows, sizeof rows / sizeof *rows) == 0 &&
-              put(dict, "oldest_seconds", seconds(metrics->oldest_ns)) == 0 &&
-              put(dict, "operations", Py_XNewRef(kinds)) == 0;
+  PyObject *dict = KVS_PY_DICT(metrics, fields), *kinds = PyList_New(0);
+  if (dict == NULL || kinds == NULL || kvs_py_append(kinds, kind_row("store", &metrics->stores)) < 0 ||
+      kvs_py_append(kinds, kind_row("load", &metrics->loads)) < 0 ||
+      kvs_py_append(kinds, kind_row("delete", &metrics->deletes)) < 0 ||
+      kvs_py_put(dict, "operations", Py_NewRef(kinds)) < 0)
+    Py_CLEAR(dict);
   Py_XDECREF(kinds);
-  if (!made) Py_CLEAR(dict);
   return dict;
 }
 
 /* -- host pools ---------------------------------------------------------------------------------------------------- */
 
+static PyObject *state_name(const void *member) {
+  return PyUnicode_FromString(kvs_py_host_state_names[*(const int *)member]);
+}
+
 static PyObject *host_pool_row(const void *row) {
-  const struct kvs_host_pool_metrics *pool = row;
-  return Py_BuildValue("{s:s, s:N, s:N, s:s, s:K, s:K, s:K}", "device", pool->device, "shared",
-                       PyBool_FromLong(pool->shared), "pinned", PyBool_FromLong(pool->pinned), "state",
-                       kvs_py_host_state_names[pool->state], "blocks", (unsigned long long)pool->num_blocks, "bytes",
-                       (unsigned long long)pool->nbytes, "populated_bytes", (unsigned long long)pool->populated_nbytes);
+  static const struct kvs_py_field fields[] = {
+      KVS_PY_FIELD(struct kvs_host_pool_metrics, device),
+      KVS_PY_FIELD(struct kvs_host_pool_metrics, shared),
+      KVS_PY_FIELD(struct kvs_host_pool_metrics, pinned),
+      {"state", offsetof(struct kvs_host_pool_metrics, state), state_name},
+      KVS_PY_AS("blocks", struct kvs_host_pool_metrics, num_blocks),
+      KVS_PY_AS("bytes", struct kvs_host_pool_metrics, nbytes),
+      KVS_PY_AS("populated_bytes", struct kvs_host_pool_metrics, populated_nbytes)};
+  return KVS_PY_DICT(row, fields);
 }
 
 /* -- the functions ------------------------------------------------------------------------------------------------- */
@@ -254,7 +241,7 @@ static PyObject *rows_of(const struct counted *counted) {
   Py_END_ALLOW_THREADS
   PyObject *list = rows == NULL ? PyErr_NoMemory() : PyList_New(0);
   for (size_t i = 0; list != NULL && i < found && i < capacity; ++i)
-    if (append(list, counted->row(rows + i * counted->nbytes)) < 0) Py_CLEAR(list);
+    if (kvs_py_append(list, counted->row(rows + i * counted->nbytes)) < 0) Py_CLEAR(list);
   free(rows);
   return list;
 }
@@ -262,17 +249,18 @@ static PyObject *rows_of(const struct counted *counted) {
 static PyObject *metrics(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   PyObject *dict = PyDict_New();
-  if (dict != NULL && (put(dict, "devices", device_rows()) < 0 || put(dict, "files", rows_of(&files)) < 0 ||
-                       put(dict, "host_pools", rows_of(&host_pools)) < 0))
+  if (dict != NULL &&
+      (kvs_py_put(dict, "devices", device_rows()) < 0 || kvs_py_put(dict, "files", rows_of(&files)) < 0 ||
+       kvs_py_put(dict, "host_pools", rows_of(&host_pools)) < 0))
     Py_CLEAR(dict);
   return dict;
 }
 
-static PyObject *bounds_tuple(const uint64_t *bounds, bool times) {
+static PyObject *bounds_tuple(const uint64_t *bounds, bool seconds) {
   PyObject *tuple = PyTuple_New(KVS_HISTOGRAM_BOUNDS);
   for (int i = 0; tuple != NULL && i < KVS_HISTOGRAM_BOUNDS; ++i) {
     /* dividing gives the float nearest to the decimal bound */
-    PyObject *value = times ? PyFloat_FromDouble((double)bounds[i] / 1e9) : count(bounds[i]);
+    PyObject *value = seconds ? PyFloat_FromDouble((double)bounds[i] / 1e9) : kvs_py_of_count(&bounds[i]);
     if (value == NULL)
       Py_CLEAR(tuple);
     else
@@ -283,10 +271,10 @@ static PyObject *bounds_tuple(const uint64_t *bounds, bool times) {
 
 static PyObject *metrics_bounds(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
-  PyObject *times = bounds_tuple(kvs_histogram_time_bounds(), true);
-  PyObject *sizes = times == NULL ? NULL : bounds_tuple(kvs_histogram_size_bounds(), false);
-  if (sizes != NULL) return Py_BuildValue("(NN)", times, sizes);
-  Py_XDECREF(times);
+  PyObject *seconds = bounds_tuple(kvs_histogram_time_bounds(), true);
+  PyObject *nbytes = seconds == NULL ? NULL : bounds_tuple(kvs_histogram_size_bounds(), false);
+  if (nbytes != NULL) return Py_BuildValue("(NN)", seconds, nbytes);
+  Py_XDECREF(seconds);
   return NULL;
 }
 
