@@ -103,6 +103,8 @@ def check_wheel(path, release):
         for name in names:
             if not re.match(r"kvswap/|kvswap-[^/]+\.(dist-info|data/data/share/kvswap/monitoring)/", name):
                 yield f"has {name}"
+        if b'"""Copy sizes[i] bytes' not in archive.read("kvswap/_C.pyi"):
+            yield "has a stub without the docstrings of the C code"
         if sum("dist-info/licenses/" in name for name in names) < 2:
             yield "lacks a license"
         extensions = [name for name in names if name.endswith(".so")]

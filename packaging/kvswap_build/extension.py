@@ -12,6 +12,8 @@ Environment, read when building:
 
 import itertools
 import os
+import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 from . import compiler, cuda, uring
+
+STUB_DOCS = Path(__file__).with_name("stub_docs.py")
 
 CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
 NVCC = os.environ.get("KVSWAP_NVCC", "")
@@ -37,6 +41,22 @@ if TEST_BINDINGS not in ("on", "off"):
 
 
 class Build(build_ext):
+    def run(self):
+        super().run()
+        if not self.inplace:
+            self.add_stub_docs()
+
+    def add_stub_docs(self):
+        """Of a build that runs on this machine, which one for another machine or with sanitizers may not."""
+        stub = Path(self.build_lib, "kvswap", "_C.pyi")
+        paths = [os.path.abspath(self.build_lib), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [sys.executable, os.fspath(STUB_DOCS), os.fspath(stub)]
+        if (
+            stub.exists()
+            and subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
+        ):
+            print("kvswap: note: the built extension does not run here, so its stub has no docstrings")
+
     def build_extension(self, ext):
         compiler.require(self.compiler.compiler_so)
         compiler.compile_in_parallel(self.compiler)

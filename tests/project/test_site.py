@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT, elsewhere
-from stub_docs import members_of
+from members import members_of
 
 import kvswap
 

@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 from typing import Any
 
-from stub_docs import members_of
+from members import members_of
 
 import kvswap
 from differential import table  # noqa: F401  # fills OPERATIONS

@@ -1,13 +1,13 @@
-"""Docstrings of kvswap/_C.pyi are those of the C code: `python tests/project/stub_docs.py` writes them, test_stubs.py
-compares.
+"""The docstrings of the C code for the stub kvswap/_C.pyi, which has none of its own. Editors show those of a wheel.
 
-Of a class, function or property without its own docstring in the C code the stub has none either.
+A build runs `python stub_docs.py PATH`, with the built package on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +15,7 @@ from typing import Any
 
 from kvswap import _C
 
-STUB = Path(__file__).resolve().parents[2] / "kvswap" / "_C.pyi"
 Documented = ast.ClassDef | ast.FunctionDef
-
-
-def members_of(thing: type) -> dict[str, Any]:
-    """A class's own, and those of its base in the extension."""
-    own = [base for base in thing.__mro__ if base is thing or base.__module__ == "kvswap._C"]
-    return {name: member for base in reversed(own) for name, member in vars(base).items()}
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
@@ -49,27 +42,22 @@ def _quoted(text: str, indent: str) -> str:
 
 
 def written(source: str) -> str:
-    """The stub with the docstrings of the C code."""
+    """The stub with the docstrings of the C code in place of its "..."."""
     lines = source.splitlines(keepends=True)
     for node, text in sorted(documented(ast.parse(source)), key=lambda pair: -pair[0].lineno):
-        first, indent = node.body[0], " " * (node.col_offset + 4)
-        has = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-        quoted = _quoted(text, indent) if text else ""
-        assert first.end_lineno is not None
-        if not has:  # nothing, or "..."
-            if quoted:
-                lines.insert(first.lineno - 1, quoted)
+        first = node.body[0]
+        if not text:
             continue
-        only = len(node.body) == 1
-        if isinstance(first.value, ast.Constant) and first.value.value is ...:  # type: ignore[union-attr]
-            if not quoted:
-                continue
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.value.value is ...:
             head = lines[first.lineno - 1][: first.col_offset].rstrip()
-            lines[first.lineno - 1 : first.end_lineno] = [head + "\n" if head else "", quoted]
+            lines[first.lineno - 1] = f"{head}\n" if head else ""
+            lines.insert(first.lineno, _quoted(text, " " * (node.col_offset + 4)))
         else:
-            lines[first.lineno - 1 : first.end_lineno] = [quoted or (f"{indent}...\n" if only else "")]
+            decorators = [each.lineno for each in getattr(first, "decorator_list", [])]
+            lines.insert(min([first.lineno, *decorators]) - 1, _quoted(text, " " * (node.col_offset + 4)))
     return "".join(lines)
 
 
 if __name__ == "__main__":
-    STUB.write_text(written(STUB.read_text()))
+    stub = Path(sys.argv[1])
+    stub.write_text(written(stub.read_text()))
