@@ -69,8 +69,8 @@
   X(note_order)                                                                                                        \
   X(file_ref)                                                                                                          \
   X(file_unref)                                                                                                        \
-  X(file_put)                                                                                                          \
-  X(file_get)                                                                                                          \
+  X(file_store)                                                                                                        \
+  X(file_load)                                                                                                         \
   X(file_delete)                                                                                                       \
   X(file_contains)                                                                                                     \
   X(file_pin)                                                                                                          \

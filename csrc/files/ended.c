@@ -23,7 +23,7 @@ void kvs_file_transfer_drop(struct kvs_file_transfer *transfer) {
 static void count_locked(const struct kvs_file_transfer *transfer, enum kvs_state state) {
   struct kvs_file_store *store = transfer->store;
   struct kvs_file_kind_counters *counters = &store->kinds[transfer->kind];
-  uint64_t moved = transfer->kind == KVS_FILE_DROP ? 0 : transfer->nitems - transfer->nkept;
+  uint64_t moved = transfer->kind == KVS_FILE_DELETE ? 0 : transfer->nitems - transfer->nkept;
   counters->failed += state == KVS_STATE_FAILED;
   counters->cancelled += state == KVS_STATE_CANCELLED;
   if (state != KVS_STATE_DONE) return;

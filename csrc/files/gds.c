@@ -191,7 +191,7 @@ static size_t worker_of(const struct kvs_file_item *item) {
 int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
   struct kvs_gds *gds = item->transfer->store->gds;
   struct gds_worker *worker = &gds->workers[worker_of(item)];
-  bool load = item->transfer->kind == KVS_FILE_GET;
+  bool load = item->transfer->kind == KVS_FILE_LOAD;
   uint8_t *arrives = worker->page + KVS_FILE_PAGE;
   struct kvs_crc_params params = gds->crc;
   struct kvs_launch launch = {.kernel = KVS_KERNEL_CRC,

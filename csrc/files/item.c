@@ -38,7 +38,7 @@ static struct kvs_file_item *item_of(struct kvs_file_request *request) { return 
 
 /* -- keys ---------------------------------------------------------------------------------------------------------- */
 
-static bool reads(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
+static bool reads(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_LOAD; }
 
 static void grant_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
@@ -119,7 +119,7 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
     status = KVS_MISSING;
     code = KVS_FILE_CLEARED;
   }
-  if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && item->progress < KVS_FILE_WRITTEN)
+  if (transfer->kind == KVS_FILE_STORE && item->slot != KVS_NO_SLOT && item->progress < KVS_FILE_WRITTEN)
     kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
   release_victim_locked(item);
@@ -131,7 +131,7 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   if (status == KVS_OK && item->kept)
     stats->kept++;
   else if (status == KVS_OK)
-    ++*(transfer->kind == KVS_FILE_PUT ? &stats->stored : reads(item) ? &stats->loaded : &stats->deleted);
+    ++*(transfer->kind == KVS_FILE_STORE ? &stats->stored : reads(item) ? &stats->loaded : &stats->deleted);
   else if (status != KVS_CANCELLED)
     ++*(status == KVS_MISSING ? &stats->missed : status == KVS_DAMAGED ? &stats->damaged : &stats->failed);
   if (status != KVS_OK) store->kinds[transfer->kind].failed_blocks[-status]++;
@@ -151,11 +151,11 @@ static void dispatch_locked(struct kvs_file_item *item) {
     kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
   } else if (reads(item) && !there) {
     kvs_file_item_finish_locked(item, KVS_MISSING, 0);
-  } else if (transfer->kind == KVS_FILE_DROP && !there && entry->stale == KVS_NO_SLOT) {
+  } else if (transfer->kind == KVS_FILE_DELETE && !there && entry->stale == KVS_NO_SLOT) {
     kvs_file_item_finish_locked(item, KVS_OK, 0);
-  } else if (transfer->kind == KVS_FILE_DROP && entry->foreign && !transfer->store->refusal) {
+  } else if (transfer->kind == KVS_FILE_DELETE && entry->foreign && !transfer->store->refusal) {
     kvs_file_item_finish_locked(item, KVS_UNSUPPORTED, 0);
-  } else if (transfer->kind == KVS_FILE_PUT && !transfer->replace && there) {
+  } else if (transfer->kind == KVS_FILE_STORE && !transfer->replace && there) {
     item->kept = true;
     kvs_file_item_finish_locked(item, KVS_OK, 0);
   } else if (!reads(item) && transfer->store->refusal) {
@@ -268,7 +268,7 @@ static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot
 static int late_code_locked(const struct kvs_file_item *item) {
   const struct kvs_file_transfer *transfer = item->transfer;
   const struct kvs_file_epoch *now = &transfer->store->epochs.now;
-  if (transfer->kind != KVS_FILE_PUT || item->phase != KVS_FILE_TRANSFER || item->progress >= KVS_FILE_WRITTEN)
+  if (transfer->kind != KVS_FILE_STORE || item->phase != KVS_FILE_TRANSFER || item->progress >= KVS_FILE_WRITTEN)
     return 0;
   if (!kvs_file_epoch_known(now)) return KVS_FILE_NO_EPOCH;
   return kvs_file_epoch_is(&transfer->epoch, now) ? 0 : KVS_FILE_CLEARED;
@@ -276,7 +276,7 @@ static int late_code_locked(const struct kvs_file_item *item) {
 
 static bool deletes_nothing(const struct kvs_file_item *item) {
   const struct kvs_file_entry *entry = item->entry;
-  return item->transfer->kind == KVS_FILE_DROP && item->phase == KVS_FILE_TRANSFER && entry->slot == KVS_NO_SLOT &&
+  return item->transfer->kind == KVS_FILE_DELETE && item->phase == KVS_FILE_TRANSFER && entry->slot == KVS_NO_SLOT &&
          entry->stale == KVS_NO_SLOT;
 }
 
@@ -284,7 +284,7 @@ static bool deletes_nothing(const struct kvs_file_item *item) {
 static uint32_t slot_of_request(const struct kvs_file_item *item) {
   if (item->phase == KVS_FILE_SCRUB_STALE) return item->entry->stale;
   if (item->phase == KVS_FILE_SCRUB_OLD) return item->old;
-  return item->phase == KVS_FILE_TRANSFER && item->transfer->kind == KVS_FILE_PUT ? KVS_NO_SLOT : item->slot;
+  return item->phase == KVS_FILE_TRANSFER && item->transfer->kind == KVS_FILE_STORE ? KVS_NO_SLOT : item->slot;
 }
 
 /* Returns whether the item continues. A begun item cannot be cancelled. The block may be missing by now: a refresh or
@@ -306,7 +306,7 @@ static bool may_continue(struct kvs_file_item *item) {
     kvs_file_run_ready_locked(store);
   } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT && !item->tries) {
     item->phase = KVS_FILE_SCRUB_STALE;
-  } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_PUT) {
+  } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_STORE) {
     item->slot = item->entry->slot;
     item->epoch = store->epochs.now;
     kvs_file_note_used_locked(store, item->slot);
@@ -330,8 +330,8 @@ static enum kvs_file_begun begin(struct kvs_file_item *item) {
   case KVS_FILE_TRANSFER:
     break;
   }
-  if (item->transfer->kind == KVS_FILE_PUT) return begin_write(item);
-  if (item->transfer->kind == KVS_FILE_DROP) return begin_erase(item, item->slot);
+  if (item->transfer->kind == KVS_FILE_STORE) return begin_write(item);
+  if (item->transfer->kind == KVS_FILE_DELETE) return begin_erase(item, item->slot);
   kvs_file_span_of_block(item, false);
   return KVS_FILE_GO;
 }
@@ -551,7 +551,7 @@ static void end(struct kvs_file_item *item, int code) {
     get_ended(item, code);
     return;
   }
-  bool put = item->transfer->kind == KVS_FILE_PUT, written = put && item->phase == KVS_FILE_TRANSFER;
+  bool put = item->transfer->kind == KVS_FILE_STORE, written = put && item->phase == KVS_FILE_TRANSFER;
   if (!code && written) {
     const int fd = item->request.span.fd;
     kvs_file_span_of_page(item, item->slot, NULL);

@@ -37,7 +37,7 @@
 
 struct kvs_file_store;
 
-enum kvs_file_kind { KVS_FILE_PUT, KVS_FILE_GET, KVS_FILE_DROP };
+enum kvs_file_kind { KVS_FILE_STORE, KVS_FILE_LOAD, KVS_FILE_DELETE };
 
 /* The purpose of an item's current request. */
 enum kvs_file_phase {

@@ -37,7 +37,7 @@ struct kvs_file_staging_copy {
   struct kvs_file_item *items[BATCH];
 };
 
-static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
+static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_LOAD; }
 
 static void finish(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
@@ -380,7 +380,7 @@ static int read_slots(struct kvs_file_transfer *transfer, const struct kvs_file_
                       layout.num_blocks, layout.num_blocks - 1);
     transfer->slots[i] = sorted[i] = id;
   }
-  if (transfer->kind != KVS_FILE_GET) return KVS_OK;
+  if (transfer->kind != KVS_FILE_LOAD) return KVS_OK;
   qsort(sorted, count, sizeof *sorted, by_value);
   for (size_t i = 1; i < count; i++)
     if (sorted[i] == sorted[i - 1])
@@ -435,7 +435,7 @@ static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_fil
 static int set_up_gate(struct kvs_file_transfer *transfer, const struct kvs_file_options *options,
                        struct kvs_error *err) {
   const uint64_t none = 0;
-  const bool load = transfer->kind == KVS_FILE_GET;
+  const bool load = transfer->kind == KVS_FILE_LOAD;
   const struct kvs_options after = {.after = options ? options->after : NULL,
                                     .nafter = options ? options->nafter : 0,
                                     .priority = load ? KVS_PRIORITY_HIGH : KVS_PRIORITY_BACKGROUND};

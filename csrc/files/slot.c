@@ -292,7 +292,7 @@ static bool may_claim(const struct kvs_file_store *store, const struct kvs_file_
 static void claim_locked(struct kvs_file_store *store) {
   unsigned looks = 0;
   for (struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later)
-    for (size_t i = 0; transfer->kind == KVS_FILE_GET && i < transfer->nitems; i++) {
+    for (size_t i = 0; transfer->kind == KVS_FILE_LOAD && i < transfer->nitems; i++) {
       const struct kvs_file_item *item = &transfer->items[i];
       if (store->claimed || looks++ == CLAIMS) return;
       const bool reads = item->progress != KVS_FILE_OVER && item->entry->readers;

@@ -4,7 +4,7 @@
 void kvs_file_staging_push(struct kvs_file_item *item) {
   struct kvs_file_transfer *transfer = item->transfer;
   struct kvs_file_mover *mover = transfer->store->mover;
-  bool load = transfer->kind == KVS_FILE_GET;
+  bool load = transfer->kind == KVS_FILE_LOAD;
   pthread_mutex_lock(&mover->lock);
   if (!transfer->waiting.first) {
     transfer->next_waiting = NULL;

@@ -491,8 +491,8 @@ static void read_stats_locked(const struct kvs_file_store *store, struct kvs_fil
   stats->segments = store->nsegments - store->nremoved;
   stats->slots = stats->segments * store->geometry.slots;
   stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
-  stats->unfinished_loads = store->unfinished[KVS_FILE_GET];
-  stats->unfinished_stores = store->unfinished[KVS_FILE_PUT] + store->unfinished[KVS_FILE_DROP];
+  stats->unfinished_loads = store->unfinished[KVS_FILE_LOAD];
+  stats->unfinished_stores = store->unfinished[KVS_FILE_STORE] + store->unfinished[KVS_FILE_DELETE];
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);
@@ -520,14 +520,14 @@ static void read_metrics(struct kvs_file_store *store, uint64_t now, struct kvs_
   const struct kvs_file_transfer *oldest = store->oldest;
   *metrics = (struct kvs_file_metrics){.block_nbytes = store->geometry.block_nbytes,
                                        .capacity = store->settings.capacity,
-                                       .unfinished_load_blocks = store->unfinished_blocks[KVS_FILE_GET],
-                                       .unfinished_store_blocks = store->unfinished_blocks[KVS_FILE_PUT] +
-                                                                  store->unfinished_blocks[KVS_FILE_DROP],
+                                       .unfinished_load_blocks = store->unfinished_blocks[KVS_FILE_LOAD],
+                                       .unfinished_store_blocks = store->unfinished_blocks[KVS_FILE_STORE] +
+                                                                  store->unfinished_blocks[KVS_FILE_DELETE],
                                        .oldest_ns = oldest && now > oldest->start_ns ? now - oldest->start_ns : 0};
   read_stats_locked(store, &metrics->stats);
-  read_kind_locked(&store->kinds[KVS_FILE_PUT], &metrics->stores);
-  read_kind_locked(&store->kinds[KVS_FILE_GET], &metrics->loads);
-  read_kind_locked(&store->kinds[KVS_FILE_DROP], &metrics->deletes);
+  read_kind_locked(&store->kinds[KVS_FILE_STORE], &metrics->stores);
+  read_kind_locked(&store->kinds[KVS_FILE_LOAD], &metrics->loads);
+  read_kind_locked(&store->kinds[KVS_FILE_DELETE], &metrics->deletes);
   pthread_mutex_unlock(&store->lock);
   snprintf(metrics->directory, sizeof metrics->directory, "%s", store->settings.directory);
 }

@@ -30,8 +30,8 @@ static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_
 
 static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks) {
   static const enum kvs_file_rank ranks[] = {
-      [KVS_FILE_PUT] = KVS_FILE_STORES, [KVS_FILE_GET] = KVS_FILE_LOADS, [KVS_FILE_DROP] = KVS_FILE_DELETES};
-  const uint64_t moves = transfer->kind == KVS_FILE_DROP ? KVS_FILE_PAGE : transfer->store->geometry.slot_nbytes;
+      [KVS_FILE_STORE] = KVS_FILE_STORES, [KVS_FILE_LOAD] = KVS_FILE_LOADS, [KVS_FILE_DELETE] = KVS_FILE_DELETES};
+  const uint64_t moves = transfer->kind == KVS_FILE_DELETE ? KVS_FILE_PAGE : transfer->store->geometry.slot_nbytes;
   for (size_t i = 0; i < transfer->nitems; i++) {
     struct kvs_file_item *item = &transfer->items[i];
     item->transfer = transfer;
@@ -153,7 +153,7 @@ static int check_call(const struct kvs_file_store *store, enum kvs_file_kind kin
                       const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
                       struct kvs_error *err) {
   int status = check_blocks(keys, blocks, options, err);
-  if (!status && store->settings.readonly && !store->refusal && kind != KVS_FILE_GET)
+  if (!status && store->settings.readonly && !store->refusal && kind != KVS_FILE_LOAD)
     status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
   return status;
 }
@@ -201,20 +201,20 @@ static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const s
   return status;
 }
 
-int kvs_file_put(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
-                 const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
-  return submit(store, KVS_FILE_PUT, keys, blocks, options, transfer, err);
+int kvs_file_store(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
+                   const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+  return submit(store, KVS_FILE_STORE, keys, blocks, options, transfer, err);
 }
 
-int kvs_file_get(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
-                 const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
-  return submit(store, KVS_FILE_GET, keys, blocks, options, transfer, err);
+int kvs_file_load(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
+                  const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+  return submit(store, KVS_FILE_LOAD, keys, blocks, options, transfer, err);
 }
 
 int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *keys,
                     const struct kvs_file_options *options, struct kvs_file_transfer **transfer,
                     struct kvs_error *err) {
-  return submit(store, KVS_FILE_DROP, keys, NULL, options, transfer, err);
+  return submit(store, KVS_FILE_DELETE, keys, NULL, options, transfer, err);
 }
 
 /* -- queries ------------------------------------------------------------------------------------------------------- */
@@ -314,7 +314,7 @@ size_t kvs_file_transfer_failed(struct kvs_file_transfer *transfer, uint32_t *po
 
 void kvs_file_transfer_get_info(struct kvs_file_transfer *transfer, struct kvs_file_transfer_info *info) {
   static const char *const names[] = {"store", "load", "delete"};
-  bool moves = transfer->kind != KVS_FILE_DROP;
+  bool moves = transfer->kind != KVS_FILE_DELETE;
   *info = (struct kvs_file_transfer_info){
       .state = state_of(transfer),
       .what = names[transfer->kind],
