@@ -55,6 +55,7 @@ POINTERS = {
     "host/ops.h": "a function that a stream calls",
     "offload/offload.h": "release: the caller's own",
     "paths/path.h": "a path's functions",
+    "py/dicts.h": "of a struct's member, its Python object",
     "py/dlpack.c": "DLPack's own structs",
     "py/host_pool.c": "grow or shrink",
     "py/metrics.c": "get, row: one list of the core's, as dicts",
