@@ -296,7 +296,9 @@ static int read_pointers(struct file_call *call, PyObject *object) {
   const char *of = call->parts != NULL ? "keys times parts" : "keys";
   if (kvs_py_same_length("blocks", list->count, of, call->keys.core.count * call->nparts) < 0) return -1;
   uint64_t whole = block_nbytes(call);
-  for (size_t i = 0; list->limits != NULL && i < list->count; ++i) {
+  for (size_t i = 0; i < list->count; ++i) {
+    if (list->data[i] == 0) return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "is a null address");
+    if (list->limits == NULL) continue;
     uint64_t nbytes = call->parts != NULL ? call->parts[i % call->nparts] : whole;
     if (list->limits[i] < nbytes)
       return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; %s has %llu",

@@ -1627,6 +1627,7 @@ WRONG: dict[str, tuple[Callable[[Rig, Any], Any], type[Exception], str]] = {
         r"blocks\[0\] has 100 bytes; a block",
     ),
     "read-only": (lambda r, d: r.store.load([b"a"], [b"x" * r.nbytes]), ValueError, "read-only"),
+    "null": (lambda r, d: r.store.store([b"a", b"b"], [d[0], 0]), ValueError, r"blocks\[1\] is a null address"),
     "keyword": (lambda r, d: r.store.load([b"a"], d, [0], replace=True), TypeError, "unexpected keyword"),
     "capacity": (lambda r, d: FileStore(r.folder, r.layout), TypeError, "capacity is needed"),
     "no capacity": (lambda r, d: r.open(capacity=0), ValueError, "capacity is 0"),
