@@ -12,7 +12,7 @@ from typing import Any
 
 from kvswap import _C
 
-SETUP_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 _MISSING = (
     "kvswap.remote needs Mooncake's Python package, of which there are several builds with one import name. Install "
     "exactly one: mooncake-transfer-engine (CUDA 12), -cuda13, -non-cuda, -rocm, -npu, -musa or -efa; and on Debian "
@@ -44,34 +44,27 @@ class Client:
         self._in_flight = 0  # guarded by _changed, as the next one
         self._closed = False
         self._pid = os.getpid()
-        host = hostname or _address(master)
+        own = _address(master)  # whether there is a master, too: Mooncake would try for seconds and not say why
+        host = own if hostname is None else hostname
         self._setup(f"{host}:{_free_port(host)}", metadata, protocol, devices)
 
     def _setup(self, name: str, metadata: str, protocol: str, devices: str) -> None:
-        """On a thread of its own, as a master that is stopped never answers."""
-        answers: list[Any] = []
-
-        def run() -> None:
-            try:
-                answers.append(self.call("setup", name, metadata, 0, 0, protocol, devices, self.master))
-            except Exception as error:
-                answers.append(error)
-
-        thread = threading.Thread(target=run, name="kvswap-remote-setup", daemon=True)
-        thread.start()
-        thread.join(SETUP_SECONDS)
+        """It holds Python's lock: beside a master that accepts connections and does not answer, for half a minute."""
+        try:
+            answer = self.call("setup", name, metadata, 0, 0, protocol, devices, self.master)
+        except Exception as error:
+            answer = error
         _C._remote_exit_count(True)  # Mooncake has registered its handler by now
-        answer = answers[0] if answers else f"no answer within {SETUP_SECONDS:g} seconds"
         if answer != 0:
             self._closed = True
-            if answers:
-                self._let_go()
-            raise _C.Error(f"Mooncake's client {name} cannot use the master at {self.master} ({protocol}): {answer}")
+            self._let_go()
+            what = f"({protocol}, {metadata}): {answer}; its lines on stderr say why"
+            raise _C.Error(f"Mooncake's client {name} cannot use the master at {self.master} {what}")
 
     def register(self, address: int, nbytes: int) -> None:
         code = self.call("register_buffer", address, nbytes)
         if code != 0:
-            raise _C.Error(f"Mooncake did not register {nbytes:,} bytes of staging memory: {code}")
+            raise _C.Error(f"Mooncake did not register {nbytes:,} bytes of memory: {code}")
 
     def call(self, name: str, *args: Any) -> Any:
         """Closed: the client is. What Mooncake raises passes."""
@@ -131,9 +124,7 @@ def split_address(text: Any) -> tuple[str, int]:
 def _address(master: str) -> str:
     """This machine's on the way to the master."""
     try:
-        family, kind, _, _, to = socket.getaddrinfo(*split_address(master), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(to)
+        with socket.create_connection(split_address(master), _CONNECT_SECONDS) as probe:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise _C.Error(f"there is no way to the master at {master}: {error}") from error

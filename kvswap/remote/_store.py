@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+from kvswap._timeouts import seconds
 from kvswap.files import Layout
 
 from . import _codes, _counts
@@ -35,6 +36,8 @@ _log = logging.getLogger("kvswap.remote")
 
 HEADER_NBYTES = 64
 _THREADS = 8
+_MOST_THREADS = 256
+_MOST_SECONDS = 86400
 _STAGING_NBYTES = 128 << 20
 LEASE_SECONDS = 10.0  # of a key that was looked up or loaded: the master's default_kv_lease_ttl, unless it is changed
 _MISS_SECONDS = 1.0
@@ -109,7 +112,15 @@ class RemoteStore:
         devices: str = "",
         direct: bool = False,
     ) -> None:
-        _check(master, timeout, replicas, threads, queue)
+        _check(master, layout, timeout)
+        for name, value, least, most in (
+            ("replicas", replicas, 1, 1 << 16),
+            ("threads", threads, 4, _MOST_THREADS),
+            ("queue", queue, 1, 1 << 31),
+            ("staging_nbytes", _STAGING_NBYTES if staging_nbytes is None else staging_nbytes, 0, 1 << 48),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}: must be an integer from {least:,} to {most:,}")
         self.master, self.layout, self.timeout, self.replicas = master, layout, timeout, replicas
         self.direct = direct
         self.pid = os.getpid()
@@ -133,14 +144,18 @@ class RemoteStore:
         self._stores_turn, self._loads_turn = (Turn(protocol == "tcp") for _ in range(2))
         self._failed = set[int]()  # threads whose staging memory a transfer that failed may still write to
         self.counts = _counts.new()
-        self._client = Client(master, hostname, metadata, protocol, devices)
-        self._config = self._client.config()
-        self._config.replica_num = replicas
         size = threads * self._piece * self._stride + 2 * SLOTS * SLOT_NBYTES
         self._memory = np.zeros(size + 64, np.uint8)
         self._base = -(-self._memory.ctypes.data // 64) * 64
+        self._client = Client(master, hostname, metadata, protocol, devices)
+        self._config = self._client.config()
+        self._config.replica_num = replicas
         _memories[id(self._client)] = self._memory  # until no call can write there
-        self._client.register(self._base, size)
+        try:
+            self._client.register(self._base, size)
+        except BaseException:
+            _close_client(self._client, 0.0)
+            raise
         end = self._base + size
         slots = range(end - 2 * SLOTS * SLOT_NBYTES, end, SLOT_NBYTES)
         self._epoch = Epoch(self._client, self.identity, self._secret, list(slots[:SLOTS]), self._loads_turn)
@@ -213,9 +228,10 @@ class RemoteStore:
         """Begin a new epoch: no client finds a block of this layout that was stored before, at the latest a second
         after the return. Their memory comes back by Mooncake's eviction. identity: another layout's, as `identity` has
         it. kvswap.Error: it is not sure that the new epoch is known everywhere; call it again."""
-        if self.pid != os.getpid() or self._closed:
-            raise _C.Error("the store is closed, or was opened before fork()")
-        limit = self.timeout if timeout is None else timeout
+        self._refuse_closed()
+        if identity is not None and (not isinstance(identity, bytes) or len(identity) != HASH_NBYTES):
+            raise ValueError(f"identity is {identity!r}: must be {HASH_NBYTES} bytes, as the other store's `identity`")
+        limit = self._seconds(timeout)
         end = time.monotonic() + limit
         epoch = self._epoch
         if identity is not None:
@@ -231,6 +247,10 @@ class RemoteStore:
 
     def register(self, address: int, nbytes: int) -> None:
         """Tell Mooncake of memory that direct loads go to, once. It must stay mapped until close()."""
+        self._refuse_closed()
+        for name, value in (("address", address), ("nbytes", nbytes)):
+            if not isinstance(value, int) or not 0 < value < 1 << 64:
+                raise ValueError(f"{name} is {value!r}: must be an integer above 0")
         self._client.register(address, nbytes)
 
     @property
@@ -250,9 +270,9 @@ class RemoteStore:
         """Refuse new calls, wait for unfinished transfers, at most `timeout` seconds (None: the store's), and leave
         Mooncake. If a call has not returned then, its thread and memory stay until the process ends. A second call does
         nothing."""
+        end = time.monotonic() + self._seconds(timeout)
         if self.pid != os.getpid():
             return
-        end = time.monotonic() + (self.timeout if timeout is None else timeout)
         with self._lock:
             first, self._closed = not self._closed, True
             unfinished = list(self._unfinished)
@@ -280,6 +300,14 @@ class RemoteStore:
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
+    def _seconds(self, timeout: float | None) -> float:
+        limit = seconds(timeout)
+        return self.timeout if limit is None else limit
+
+    def _refuse_closed(self) -> None:
+        if self.pid != os.getpid() or self._closed:
+            raise _C.Error("the store is closed, or was opened before fork()")
+
     def _known(self) -> bytes | None:
         if self.pid != os.getpid() or self._closed:
             return None
@@ -292,6 +320,10 @@ class RemoteStore:
             if not isinstance(each, int) and hasattr(each, "__cuda_array_interface__"):
                 raise TypeError(f"blocks[{i}] is in GPU memory: a remote store takes host memory")
         addresses, hold = _C._remote_addresses(blocks, ids, self.layout.block_nbytes, count, what == "load")
+        if not addresses.all():
+            raise ValueError(f"blocks[{np.flatnonzero(addresses == 0)[0]}] is a null address")
+        if what == "load" and (np.diff(np.sort(addresses)) < self.layout.block_nbytes).any():
+            raise ValueError("blocks of a load overlap: two keys would have the same memory")
         transfer = RemoteTransfer(what, count, self.layout.block_nbytes, hold, self.timeout)
         if self.pid != os.getpid():
             transfer._settle((), [(i, _C.Error("the store was opened before fork()")) for i in range(count)])
@@ -516,13 +548,13 @@ class RemoteStore:
         return found
 
 
-def _check(master: str, timeout: float, replicas: int, threads: int, queue: int) -> None:
+def _check(master: str, layout: Layout, timeout: float) -> None:
     split_address(master)
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: must be above 0 seconds")
-    for name, value, least in (("replicas", replicas, 1), ("threads", threads, 4), ("queue", queue, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a kvswap.files.Layout, not {type(layout).__name__}")
+    limit = seconds(timeout)
+    if limit is None or not 0 < limit <= _MOST_SECONDS:
+        raise ValueError(f"timeout is {timeout}: must be above 0 seconds, and at most {_MOST_SECONDS:,}")
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+from kvswap._timeouts import seconds
 
 
 class RemoteTransfer:
@@ -50,6 +51,7 @@ class RemoteTransfer:
         """Wait for the end; raise the error of the first failed block, if any.
 
         timeout: seconds, None for no limit but the store's. TimeoutError and Ctrl-C leave the transfer running."""
+        timeout = seconds(timeout)
         if self._pid == os.getpid() and not self.done():
             left = self._begin + self._limit - time.monotonic()
             self._ended.wait(max(0.0, left if timeout is None else min(left, timeout)))

@@ -114,21 +114,42 @@ def test_long_keys_and_other_layouts_do_not_mix(shared: Cluster, layout: Layout)
 def test_arguments(shared: Cluster, layout: Layout) -> None:
     for options, match in (
         ({"threads": 3}, "threads is 3"),
+        ({"threads": 100_000}, "threads is 100000"),
         ({"timeout": 0}, "above 0"),
+        ({"timeout": float("inf")}, "above 0"),
+        ({"timeout": "1"}, "timeout must be a number"),
         ({"replicas": True}, "replicas is True"),
         ({"staging_nbytes": NBYTES}, "threads need"),
+        ({"staging_nbytes": "64MiB"}, "staging_nbytes is '64MiB'"),
     ):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, TypeError), match=match):
             RemoteStore(shared.address, layout, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kvswap\.files\.Layout, not int"):
+        RemoteStore(shared.address, NBYTES)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         RemoteStore("nowhere", layout)
-    with pytest.raises(Error, match="cannot use the master"):
+    with pytest.raises(Error, match="no way to the master"):
         RemoteStore("127.0.0.1:1", layout)
+    with pytest.raises(Error, match="cannot use the master"):
+        RemoteStore(shared.address, layout, protocol="none")
     with RemoteStore(shared.address, layout) as store:
         with pytest.raises(IndexError, match=r"ids\[0\] is 9"):
             store.store([b"k"], blocks_of(1), [9])
         with pytest.raises(TypeError, match="keys must be a sequence"):
             store.contains(b"k")
+        with pytest.raises(ValueError, match=r"blocks\[1\] is a null address"):
+            store.store([b"k", b"l"], [blocks_of(1).ctypes.data, 0])
+        with pytest.raises(ValueError, match="overlap"):
+            store.load([b"k", b"l"], blocks_of(2), [1, 1])
+        with pytest.raises(ValueError, match="must be 16 bytes"):
+            store.clear(identity=b"i")
+        with pytest.raises(ValueError, match="address is -1"):
+            store.register(-1, 10)
+        for call in (store.clear, store.close, store.load([], blocks_of(1), []).wait):
+            with pytest.raises(ValueError, match="timeout is -1"):
+                call(timeout=-1)
+    with pytest.raises(Error, match="closed"):
+        store.register(store._base, 64)
 
 
 # -- clear and delete --------------------------------------------------------------------------------------------------

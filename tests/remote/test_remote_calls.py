@@ -134,6 +134,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.ReplicateConfig = types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.setattr(_client, "_address", lambda master: "127.0.0.1")
     StandIn.reset()
     yield
     for event in StandIn.held.values():
