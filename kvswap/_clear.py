@@ -35,10 +35,10 @@ class Cleared:
 def clear(directory: str | os.PathLike[str], *, identity: str | None = None) -> list[Cleared]:
     """Remove all blocks of the stores in a directory, at most three levels down, as FileStore.clear() does.
 
-    identity: the name of the folder of one store, of which alone the blocks are removed; None: all stores.
+    identity: the name of one store's folder: only its blocks are removed; None: those of all stores.
 
-    Files are removed where no process writes the store. ValueError: there is no store, or none of that name. Error:
-    a store cannot be cleared; those before it are.
+    Files are removed if no process writes the store. ValueError: there is no store, or none of that name. Error: a
+    store cannot be cleared; the stores before it have been.
     """
     path = Path(directory)
     if not path.is_dir():

@@ -114,10 +114,9 @@ def _cure(info: CudaInfo, reason: str) -> str:
 
 
 def say_opened(name: str, info: CudaInfo) -> None:
-    """Called once a process and device, when it is opened: a line of the log says what it is, and a RuntimeWarning at
-    the first caller outside kvswap what a GPU lacks."""
+    """Log what the device is, and warn of what a GPU lacks. Called once for each process and device, at its opening."""
     cuda = name.startswith("cuda")
-    if "logging" in sys.modules:  # importing it takes as long as the rest of kvswap
+    if "logging" in sys.modules:  # do not import it here: that takes as long as all of kvswap
         import logging
 
         why_not = _kernel_path(info) if info["kernels"] else "they are not loaded"
@@ -144,13 +143,13 @@ def _level_of_caller() -> int:
 def log_build() -> None:
     """Called when an engine's module is imported: once a process, log that there is a GPU and no kernel for it.
 
-    Looks at files alone: loading the driver here would break engines that fork later.
+    Looks only at files: loading the driver here would break engines that fork later.
     """
     global _build_logged
     if _build_logged or _C._fatbin()["archs"] or not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg")):
         return
     _build_logged = True
-    import logging  # not with kvswap: it takes as long as the rest of the import
+    import logging  # not at the top: that takes as long as all of kvswap
 
     logging.getLogger("kvswap").warning(
         "this machine has a GPU, and kvswap was built without nvcc: %s. Cure: %s.", _WITHOUT_KERNELS, _BUILD_KERNELS

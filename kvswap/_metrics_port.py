@@ -248,7 +248,7 @@ class Server:
         self._listening = self._lock = None
 
     def close(self) -> None:
-        """The port and the lock are free afterwards. Twice is harmless."""
+        """Release the port and the lock. May be called twice."""
         atexit.unregister(self.close)
         self._end.set()
         if self._listening is not None and self._still_ours():

@@ -110,7 +110,7 @@ def _drop_output() -> None:
 
 
 def _fail(status: int, message: str) -> int:
-    with contextlib.suppress(OSError):  # the status says it too
+    with contextlib.suppress(OSError):  # without stderr the exit status still reports it
         complain(message)
     return status
 

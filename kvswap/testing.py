@@ -327,14 +327,13 @@ def race_checker(*, raise_at_exit: bool = True) -> Iterator[RaceChecker]:
     """Look for races while the block runs: two accesses to one block of a pool, one of them a write, that nothing
     orders, whatever their timing was this time.
 
-    It sees the transfers of all pools of the process, on all threads, and all order that is made through kvswap. Other
-    work must be told to it, by note_access() and note_order(). What was accessed before the first checker
-    was entered is unknown to it. At the end of the block, if it did not raise, RaceFound names the races that were
-    found; with raise_at_exit=False they only stand in `.races`. At most 1000 are kept from one look at `.races` to the
-    next.
+    It sees the transfers of all pools of the process, on all threads, and all order that is made through kvswap. Report
+    other work by note_access() and note_order(). Accesses before the first checker was entered are unknown. If the
+    block ends without an exception, RaceFound names the races that were found; with raise_at_exit=False they are only
+    in `.races`. At most 1000 are kept from one look at `.races` to the next.
 
-    Checkers nest: what is found goes to the innermost one alone (over all threads, the one entered last), and not to
-    the log, where KVSWAP_RACECHECK would have it.
+    Checkers nest: races go to the innermost one only (over all threads, the one entered last), and not to the log, to
+    which KVSWAP_RACECHECK sends them otherwise.
     """
     checker = RaceChecker()
     _open(checker)

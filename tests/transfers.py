@@ -245,7 +245,7 @@ class Sides:
                 raise AssertionError(f"{name}: {wrong.size} bytes are wrong, from {wrong[0]} to {wrong[-1]}; {what}")
 
     def forget(self, work: Work, blocks: Ids) -> None:
-        """What is lost is lost: these blocks may hold anything."""
+        """These blocks are lost and may hold any bytes: take them over into the model."""
         load = work.direction == H2D
         buffer, model = (self.gpu, self.gpu_model) if load else (self.cpu, self.cpu_model)
         side, ids = (work.gpu, work.gpu_ids[blocks]) if load else (work.cpu, work.cpu_ids[blocks])

@@ -1,4 +1,5 @@
 /* GPUDirect Storage (GDS) for a store: the decision to use it, the staging memory, and the file handles of segments.
+ * Never run on nvidia-fs here: tests have a stand-in of libcufile, and the real one in its compatibility mode.
  *
  * GDS is used if all of these hold: it is not switched off; libcufile is present and reports direct transfers for the
  * store's files, or its compatibility mode was requested; the device runs kernels, which compute the checksums; a file

@@ -52,7 +52,7 @@ static int by_position(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
-/* A block of several tensors may be listed several times. */
+/* Sort, and drop duplicates: a block may have failed in several tensors. */
 static void sort_failed(struct kvs_transfer *transfer) {
   size_t n = 0;
   if (transfer->nfailed == 0) return;

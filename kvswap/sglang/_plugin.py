@@ -107,7 +107,7 @@ def _keeps(controller: Any, host_pool: Any) -> bool:
 
 
 def _move_indices(original: Callable[..., Any], controller: Any, host: Any, device: Any, *_: Any) -> Any:
-    """HiCacheController.move_indices: ids of what kvswap copies stay where they are."""
+    """HiCacheController.move_indices: for pools that kvswap copies, the ids are returned unchanged."""
     if controller is _PROBE:
         return _PROBE
     return (host, device) if _keeps(controller, controller.mem_pool_host) else original(controller, host, device)

@@ -106,7 +106,7 @@ static struct kvs_race_point *kept_transfer(int stream, uint64_t pool, int64_t s
   return kvs_racecheck_point(device, streams[stream]);
 }
 
-/* The stream comes after the point, which is not needed any more. */
+/* Order the stream after the point, and free the point. */
 static void follows(int stream, struct kvs_race_point *point) {
   kvs_racecheck_follow(point, device, streams[stream]);
   kvs_racecheck_point_free(point);

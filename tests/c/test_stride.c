@@ -1,4 +1,4 @@
-/* Stacks of tensors: their copies of rows move the same bytes as plain copies do, whatever lies where. */
+/* Tensors at equal distances become rows of 2-D copies, which move the same bytes as plain copies. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -146,7 +146,7 @@ def test_when_transfers_that_wait_have_all_slots(tiny: kvswap.Device, direction:
 
 
 def test_a_lane_that_began_and_waits_again(tiny: kvswap.Device, direction: int) -> None:
-    """Its first transfer goes on by itself, so another lane might wait for its slots: not for those of its second."""
+    """Lanes may wait for the slots of its first transfer, which runs; not for those of its second, which waits."""
     sides, held = Sides(tiny, 4 * MIB), kvswap.Stream(tiny)
     works = halves(direction, 8 * KIB, 20, number=5)
     sides.prepare(sides.room)

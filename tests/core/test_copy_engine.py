@@ -782,11 +782,12 @@ def use_costs(device: kvswap.Device, price: Callable[[str], tuple[float, float, 
 def test_auto_bursts_many_copies(
     direction: int, other: str, slower: float, taken_of_few: str, taken_of_many: str
 ) -> None:
-    """Many copies hold up the caller, and a kernel the model: a burst that takes a little longer is taken, and copies
-    that take a little longer than a burst, unless the priority says that the model's time does not count."""
+    """Submitting many copies takes the caller's time, and a kernel takes the model's. So with many copies `auto` takes
+    a burst that is a little slower, and with few it takes copies that are a little slower than a burst, except at
+    priority `high`, which ignores the model."""
     device = testing.deterministic_device(1)
     sides = Sides(device, 16 * MIB)
-    # So much that what the first copies of a list cost more is nothing beside it.
+    # So long that the extra cost of a list's first copies does not matter.
     each = {other: 1e5, "burst": 1e5 * slower}
     use_costs(device, lambda path: (1.0, each.get(path, 1e9), each.get(path, 1e9) if path == "kernel" else 0.0))
 

@@ -1,6 +1,5 @@
-"""What runs after what. Streams are held up by gates, never by luck: where an order is missing, wrong bytes or a wrong
-state show it; on deterministic devices hundreds of interleavings are gone through, and a control proves that they
-differ."""
+"""The order of transfers. Gates hold streams up, so that a missing order gives wrong bytes or a wrong state whatever
+the timing. On deterministic devices hundreds of interleavings are tried, and a control proves that they differ."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -319,7 +318,7 @@ def test_after_a_failed_transfer(blocks: Blocks) -> None:
 
 
 def test_a_compute_stream_that_was_dropped_still_orders(blocks: Blocks) -> None:
-    """Its handle may be given to the next stream: transfers must not take that one for it."""
+    """The driver may give its handle to the next stream, which transfers must not take for the compute stream."""
     device = blocks.device
     with Gate(device) as gate:
         compute = kvswap.Stream(device)

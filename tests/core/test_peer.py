@@ -363,8 +363,8 @@ def test_failure_travels_between_devices(
     kvswap.move_blocks(theirs, kept, [7], [1]).wait(PATIENCE)
 
 
-def test_a_device_that_is_lost_fails_who_comes_after_it() -> None:
-    """And lets them go."""
+def test_transfers_that_start_after_work_of_a_lost_device_fail() -> None:
+    """They end, rather than wait for it."""
     device, other = kvswap.Device("host:23"), kvswap.Device("host:24")
     mine, theirs = device.alloc(64), other.alloc(64)
     stream, event = kvswap.Stream(other), kvswap.Event(other)

@@ -120,7 +120,7 @@ class World:
             self.coordinator.done(Done(rank, message.number, ok, "" if ok else "it broke", 10, 0.5))
 
     def end_all(self, failing: int | None = None) -> None:
-        """All ranks end all that they have, in order; the rank `failing` says that it failed."""
+        """All ranks report all of their tasks as done, in order; rank `failing` reports its own as failed."""
         for rank in range(RANKS):
             while self.numbers(rank):
                 self.end(rank, rank != failing)
@@ -557,7 +557,7 @@ def test_no_task_is_taken_while_orphans_write() -> None:
         world.coordinator._operation
     )
     world.beat(1)
-    world.coordinator.lost(2, "died")  # with it, its swaps end
+    world.coordinator.lost(2, "died")  # its swaps end with the process
     world.later(0.5)
     assert [answer.code for answer in _answers(world, 90)] == ["ok"]
 

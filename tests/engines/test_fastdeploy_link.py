@@ -183,7 +183,7 @@ def test_rank_0_dies_after_swap_gave_up(folder: Path) -> None:
 
 
 def test_rank_0_dies_with_a_task(folder: Path) -> None:
-    """Whoever waits is told, and those who ask later."""
+    """Calls that wait for the task and later calls both report the failure."""
     with Fake(folder, TAKES) as fake, Client(folder) as client:
         for name in ("a", "b"):
             client.swap(SWAP2CPU, [1], [1], task_id=name)
@@ -194,7 +194,7 @@ def test_rank_0_dies_with_a_task(folder: Path) -> None:
 
 
 def test_rank_0_dies_before_its_first_message_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then nobody can watch its process any more."""
+    """Its process can no longer be watched then."""
 
     class Late(places.Peer):
         def __init__(self, frame: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_host_block_that_holds_nothing(shared: Manager, client: Client) -> Non
 def test_wrong_tasks_are_refused(
     client: Client, kind: int, gpu_ids: list[int], cpu_ids: list[int], message: str
 ) -> None:
-    """Before any rank has them; unknown types are not reported done."""
+    """Rank 0 refuses wrong tasks before any rank gets them, unknown types too."""
     with pytest.raises(ManagerError, match=message) as caught:
         client.swap(kind, gpu_ids, cpu_ids)
     assert caught.value.code == "refused"
@@ -240,7 +240,7 @@ def test_a_rank_that_is_silent() -> None:
         task = client.swap(SWAP2CPU, [1], [1])
         result = client.result(task, PATIENCE)
         assert not result.ok and result.rank == 1 and "silent for 4 s" in result.reason
-        manager.signal(1, signal.SIGCONT)  # it says hello again, and drops what it was given before
+        manager.signal(1, signal.SIGCONT)  # the rank connects again and drops its earlier tasks
         client.wait_ready(PATIENCE)
         result = client.result(client.swap(SWAP2GPU, [2], [1]))
         assert not result.ok and result.rank == 1 and "holds nothing" in result.reason

@@ -834,7 +834,7 @@ def test_a_region_is_cleaned_up_when_both_directions_have_let_go(library: Librar
 
 
 class Registrar:
-    """Of a GPU's kind, as far as a region asks: what is registered now."""
+    """Stands in for a GPU where memory is registered: keeps the set of registered addresses."""
 
     kind = "cuda"
 

@@ -98,7 +98,7 @@ def gate(device: kvswap.Device) -> Iterator[Gate]:
 def test_a_stream_waits_for_the_tensors_that_it_reads(library: Library, gate: Gate) -> None:
     held = Held(library, gate, True)
     for tensor in (0, 2):
-        held.wait_and_read(tensor, [tensor]).wait(PATIENCE)  # they are there: only the second group is held
+        held.wait_and_read(tensor, [tensor]).wait(PATIENCE)  # already loaded: only the second group is held
     late = [held.wait_and_read(tensor, [tensor]) for tensor in (1, 3)]
     assert not any(transfer.done() for transfer in late)
     gate.open()

@@ -299,7 +299,7 @@ def test_pieces_of_pages() -> None:
 
 
 def test_orders_of_loads_are_kept_apart() -> None:
-    """Of the same rows the same arrays come again; of others, and of another order, others. Not all are kept."""
+    """The same rows in the same order give the same arrays again. A bounded number of orders is kept."""
     places = _places.places_of(pool_of("mha", "page_first", layers=9), False)
     made = {rows: places.order(rows) for rows in [(0, 1, 2), (2, 1, 0), (1,), tuple(range(9))]}
     for rows, order in made.items():

@@ -380,7 +380,7 @@ def test_blocks_that_changed_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["store.kvs", "segment", "both"])
 def test_a_damaged_first_page(tmp_path: Path, where: str) -> None:
-    """Of the store's file: it is made again from the segments. Of a segment: it is left alone, the rest serves."""
+    """store.kvs is made again from the segments. A damaged segment is left as it is, and the others are read."""
     rig = Rig(tmp_path)
     data, keys = blocks_of(12, 16, rig.nbytes), keys_of(16)
     rig.put(keys, data)
@@ -840,7 +840,7 @@ def test_a_reader_beside_the_writer(rig: Rig) -> None:
     assert reader.contains(keys[9:11]) == [True, False]
     reader.refresh()
     assert reader.contains(keys) == [True] * 20
-    rig.store.delete(keys[3:4]).wait(PATIENCE)  # the reader does not know yet
+    rig.store.delete(keys[3:4]).wait(PATIENCE)  # the reader has not seen this yet
     load = reader.load(keys, target, range(20))
     with pytest.raises(kvswap.Error, match="block 3 is not in the store"):
         load.wait(PATIENCE)

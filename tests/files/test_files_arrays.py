@@ -68,7 +68,7 @@ def tries() -> Iterator[int]:
 
 
 def test_the_list_is_whole() -> None:
-    """A new method is tried here, or has no arrays."""
+    """Each public method is tried here or takes no arrays."""
     assert {name for name in dir(FileStore) if not name.startswith("_")} == NO_ARRAYS | TRIED
 
 

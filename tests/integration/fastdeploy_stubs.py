@@ -170,7 +170,7 @@ class CuPy(types.ModuleType):
 
 
 class Store:
-    """In the place of a storage behind the host memory: keeps what it is given, in this process."""
+    """Stands in for a storage behind the host memory: keeps blocks in this process."""
 
     def __init__(self, **options: Any) -> None:
         self.held: dict[str, bytes] = {}

@@ -141,7 +141,7 @@ class Scenario:
         self.end(engine)
 
     def replica(self, engine: Any) -> None:
-        """Another engine of this machine, of which there is the storage alone, finds what this one stores."""
+        """The storage of another engine on this machine, without the engine itself, finds what this engine stores."""
         from kvswap.sglang import FileStorage
 
         tokens, storage = prompt(8, 4), FileStorage(engine.tree.cache_controller.storage_config, {})

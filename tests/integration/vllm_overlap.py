@@ -490,7 +490,7 @@ class Scenario:
         self.say("of two such loads one failed, and the request of the other one ran on")
 
     def ahead_fails_without_room_before_others(self) -> None:
-        """The room that vLLM keeps for a request is given up with its blocks."""
+        """When a request loses its blocks, vLLM also frees the room that it reserved for the request."""
         if not self.bears_failed_loads or self.options.policy == "fail":
             return
         scheduler, manager = self.engine.scheduler, self.engine.scheduler.kv_cache_manager

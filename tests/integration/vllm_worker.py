@@ -326,7 +326,7 @@ class Worker:
             slab = [layer.clone() for layer in slab]
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
         if options.overlap and options.block_first:
-            _parts.LEAST_NBYTES = PAGE  # a block has few KiB here: it would be one part
+            _parts.LEAST_NBYTES = PAGE  # blocks have few KiB here, and would be one part each
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self.connector.register_kv_caches(self.layers)

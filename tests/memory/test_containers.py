@@ -174,7 +174,7 @@ def test_a_mount_of_a_part(tmp_path: Path, unified: bool) -> None:
 
 @VERSIONS
 def test_a_mount_of_an_outer_namespace(tmp_path: Path, unified: bool) -> None:
-    """mountinfo says how far above it begins, and not by which names its folders lead to the process's group."""
+    """mountinfo gives the number of levels above the namespace's root, and not the folders' names on the way down."""
     tree = Tree(tmp_path, unified, "/../..", "/inner")
     tree.group("/", 9000, max=10_000)
     tree.group("/pods", 900, max=5000)

@@ -121,7 +121,7 @@ def test_all_of_it_is_there_and_no_more(device: kvswap.Device, threads: int | No
 
 
 def test_chunks_are_of_whole_blocks_and_pages(device: kvswap.Device) -> None:
-    """Chunks that are not: two registrations would share a page, or a block cross from one to the next."""
+    """Otherwise two registrations would share a page, or a block would lie in two registrations."""
     for nbytes in (1000, 3 * PAGE, PAGE + 512, 7):
         with HostPool(5000, nbytes, device=device, chunk_nbytes=64 * 1024) as pool:
             step = pool.nbytes if pool.chunks == 1 else None

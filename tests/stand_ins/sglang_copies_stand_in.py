@@ -37,7 +37,7 @@ class Ids(np.ndarray):
 
 
 class DeviceIds:
-    """One on a GPU, as far as its words go."""
+    """Ids that claim to be on a GPU."""
 
     device = SimpleNamespace(type="cuda")
 

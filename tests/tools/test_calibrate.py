@@ -547,7 +547,7 @@ def test_a_slow_link_is_given_less_to_move() -> None:
 
 
 def test_a_path_that_lacks_what_it_needs_is_unknown() -> None:
-    """Not one kind of cost is made up."""
+    """A cost that was not measured is not guessed."""
     seconds = found_by(Rig(costs_of_all()), -1).seconds
     for path, kind in (("burst", "run"), ("strided", "extra"), ("dma", "start"), ("kernel", "each")):
         found = calibrate.solve({p: took for p, took in seconds.items() if (p.path, p.kind) != (path, kind)})

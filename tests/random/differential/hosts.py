@@ -296,7 +296,7 @@ SHARED_POOL = [
 
 @operation(0.5, "memory.SharedPool", "memory.clean", *(f"memory.SharedPool.{name}" for name in SHARED_POOL))
 def shared_pool(world: World) -> None:
-    """Two maps of one segment: what is written through one is read through the other."""
+    """One segment is mapped twice: bytes written through one mapping are read through the other."""
     if not os.path.isdir("/dev/shm"):
         return
     rng, name = world.rng, f"differential-{os.getpid()}-{next(_names)}"

@@ -253,7 +253,7 @@ def submit(world: World, source: Group, target: Group) -> None:
 
 @operation(2, "testing.note_access", "testing.note_order")
 def note(world: World) -> None:
-    """Something else wrote these slots, on some stream: what a failed transfer left there is no more."""
+    """Other work writes these slots on some stream, which replaces what a failed transfer left there."""
     group = world.rng.choice(groups_of(world))
     slots = np.array(world.rng.sample(range(group.slots), 2))
     stream = world.rng.choice(world.streams)

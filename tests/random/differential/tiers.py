@@ -343,7 +343,7 @@ def file_reopen(world: World) -> None:
 
 @operation(0.3, "files.read_block_files", "files.write_block_files")
 def block_files(world: World) -> None:
-    """Files of one block and pool each."""
+    """TensorRT-LLM's files: one for each block and pool."""
     world.say("block files")
     folder = world.folder / "blocks"
     folder.mkdir(exist_ok=True)
@@ -351,7 +351,7 @@ def block_files(world: World) -> None:
     block, number = np.frombuffer(world.rng.randbytes(sum(sizes)), np.uint8), world.rng.randrange(4)
     write_block_files(folder, number, sizes, block)
     check(np.array_equal(read_block_files(folder, number, sizes), block), "files of a block differ")
-    check(read_block_files(folder, 99, sizes) is None, "a block that nobody wrote")
+    check(read_block_files(folder, 99, sizes) is None, "a block that was never written")
 
 
 # -- offloading, as vLLM does -----------------------------------------------------------------------------------------
