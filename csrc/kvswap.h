@@ -151,6 +151,17 @@ struct kvs_defaults {
 KVS_API void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults);
 KVS_API void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults);
 KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
+/* Device memory in which path burst packs blocks: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare
+ * set of two half-size slots. 0: free the memory; path burst is off. Waits at most timeout_ns for the transfers that
+ * use slots and for other work that is queued by then. Allocating and freeing may delay other work on the device. */
+KVS_API int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
+                                 struct kvs_error *err);
+KVS_API uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */
+/* Why path burst is off, or has less memory than wanted; empty: neither. */
+enum { KVS_BURST_NOTE = 160 };
+KVS_API void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]);
+/* The source of the costs with which AUTO predicts: this machine's calibration, or the built-in costs. */
+KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
 /* Reap transfers that have ended and release their owners. Cheap if none has. `release` runs under no lock of kvswap
  * and may call kvswap. kvs_shutdown() and the last kvs_engine_unref() call it too. */
 KVS_API void kvs_engine_collect(struct kvs_engine *engine);

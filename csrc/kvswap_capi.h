@@ -92,7 +92,11 @@
   X(file_transfer_get_info)                                                                                            \
   X(file_take_events)                                                                                                  \
   X(file_clear)                                                                                                        \
-  X(file_take_note)
+  X(file_take_note)                                                                                                    \
+  X(engine_set_slots)                                                                                                  \
+  X(engine_slots_nbytes)                                                                                               \
+  X(engine_burst_note)                                                                                                 \
+  X(engine_costs_note)
 
 #ifdef __cplusplus
 #define KVSWAP_CAPI_MEMBER(name) decltype(&kvs_##name) name;

@@ -1,5 +1,5 @@
 /* What the bindings use beyond the C surface: not stable, and not installed. A label names the file that defines the
- * functions below it. */
+ * functions below it, and a line says why they are private. */
 #ifndef KVS_PRIVATE_H
 #define KVS_PRIVATE_H
 
@@ -11,6 +11,7 @@ struct kvs_pattern_job;
 struct kvs_reclaim;
 
 /* -- engine/engine.c ----------------------------------------------------------------------------------------------- */
+/* Private: they serve kvswap.calibrate and kvswap.testing, or wait in steps so that Ctrl-C works. */
 
 /* Whether a device would open with the variables KVSWAP_... of the environment; err names the first wrong one. */
 int kvs_environment_check(struct kvs_error *err);
@@ -19,8 +20,6 @@ int kvs_environment_check(struct kvs_error *err);
  * set or the engine ends, any other once no submission is in progress. */
 bool kvs_engine_keep_stream(struct kvs_engine *engine, uint64_t stream);
 
-/* The source of the costs that AUTO predicts with. */
-const char *kvs_engine_costs_note(const struct kvs_engine *engine);
 /* Replace the costs; NULL: by the built-in ones. Both as kvs_costs_fit() has them for the device. No submission may be
  * in progress. kvs_engine_open() takes the machine's calibration, else the built-in costs. */
 void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note);
@@ -42,6 +41,7 @@ int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *e
 void kvs_sync_drop(struct kvs_sync *sync);
 
 /* -- lanes/registry.c ---------------------------------------------------------------------------------------------- */
+/* Private: they show the seam below the C surface, and count releases of Python objects. */
 
 /* The device of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
@@ -58,6 +58,7 @@ void kvs_release_end(void);
 int kvs_release_wait(int64_t timeout_ns, struct kvs_error *err);
 
 /* -- lanes/lane.c -------------------------------------------------------------------------------------------------- */
+/* Private: kvswap waits for room in a full lane only where Python asks for it. */
 
 /* For a caller that was refused with KVS_QUEUE_FULL: transfers that have ended so far, read before submitting; and wait
  * until there are more. KVS_TIMEOUT: none has ended. */
@@ -66,41 +67,39 @@ void kvs_engine_uncount_full(struct kvs_engine *engine); /* the caller waits for
 int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t timeout_ns, struct kvs_error *err);
 
 /* -- calls/swap.c -------------------------------------------------------------------------------------------------- */
+/* Private: a C program knows which side is which. */
 
 /* Which way a copy from src to dst goes, by the memory that they lie in. KVS_OTHER_DIRECTION: within one kind. */
 int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst, enum kvs_direction *direction,
                           struct kvs_error *err);
 
 /* -- paths/table.c ------------------------------------------------------------------------------------------------- */
+/* Private: for devices(), which opens none. */
 
 /* Of paths, for what is said of devices that are not open. threads: the device's copy, so that it is a host device. */
 bool kvs_path_needs_kernels(enum kvs_path path);
 bool kvs_path_needs_threads(enum kvs_path path);
 
 /* -- paths/slots.c ------------------------------------------------------------------------------------------------- */
+/* Private: waits in steps, so that Ctrl-C works. */
 
-/* Why path burst is off, or has less memory than wanted; empty: neither. */
-enum { KVS_BURST_NOTE = 160 };
-void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]);
-
-/* Device memory in which bursts are packed: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare set
- * of two half-size slots. 0: free the memory; path burst is off. Waits at most timeout_ns for the transfers that use
- * slots and for other work that is queued by then. Allocating and freeing may delay other work on the device. The
- * start alone: end with kvs_reclaim_leave(KVS_LEAVE_DROP). */
+/* kvs_engine_set_slots() in steps: end with kvs_reclaim_leave(KVS_LEAVE_DROP). */
 int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count,
                                struct kvs_reclaim **task, struct kvs_error *err);
-int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
-                         struct kvs_error *err);
-uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */
 
 /* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
+/* Private: waits in steps, and a check that other layers make before they use a pool. */
 
 /* As kvs_pool_open(), which waits for a minute for memory that another thread is giving back. KVS_TIMEOUT. */
 #define KVS_POOL_PATIENCE_NS (INT64_C(60) * 1000000000)
 int kvs_pool_open_within(struct kvs_engine *, const struct kvs_pool_layout *, int64_t timeout_ns, struct kvs_pool **,
                          struct kvs_error *);
 
+/* KVS_CLOSED: the memory that the pool lies in has been freed, and may be another's. */
+int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
+
 /* -- memory/memory.c ----------------------------------------------------------------------------------------------- */
+/* Private: waits in steps, so that Ctrl-C works, and destructors, which must not wait. */
 
 /* As kvs_engine_alloc(). KVS_ALLOC_CHUNKS: device memory mapped in chunks, as torch's expandable segments are; each
  * chunk can be shared with other processes by a descriptor. */
@@ -125,12 +124,8 @@ int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_
 /* Free without waiting, for destructors: the memory is freed when the device's work has ended. */
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
 
-/* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
-
-/* KVS_CLOSED: the memory that the pool lies in has been freed, and may be another's. */
-int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
-
 /* -- hostpool/hostalloc.c ------------------------------------------------------------------------------------------ */
+/* Private: waits in steps, so that Ctrl-C works. */
 
 /* kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was freed. kvs_host_adopt()
  * turns an allocation of the engine into one of kvs_host_alloc(). */
