@@ -88,7 +88,7 @@ class World:
         self.beat(rank)
 
     def beat(self, rank: int, ready: bool = True, abandoned: int = 0) -> None:
-        self.coordinator.beat(Beat(rank, ready, "ready", abandoned, 1, abandoned=abandoned))
+        self.coordinator.beat(Beat(rank, ready, "ready", 1, abandoned=abandoned))
 
     def submit(
         self,

@@ -38,22 +38,13 @@ class Settings:
     log_level: str
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     def convert(text: str) -> int:
         number = int(text)
         if number < least:
             raise argparse.ArgumentTypeError(f"{number} is less than {least}")
-        return number
-
-    convert.__name__ = "int"  # argparse: "invalid int value"
-    return convert
-
-
-def _port(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        number = int(text)
-        if not least <= number <= places.MOST_PORT:
-            raise argparse.ArgumentTypeError(f"{number} is no port: must be from {least} to {places.MOST_PORT}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"{number} is more than {most}")
         return number
 
     convert.__name__ = "int"  # argparse: "invalid int value"
@@ -97,7 +88,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which manager")
     group.add_argument(
         "--cache_queue_port",
-        type=_port(0),
+        type=_at_least(0, places.MOST_PORT),
         default=9923,
         metavar="PORT",
         help="names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)",
@@ -240,7 +231,7 @@ def _add_own(group: Any) -> None:
         group.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=f"{what} ({default:g})")
     group.add_argument(
         "--metrics_port",
-        type=_port(1),
+        type=_at_least(1, places.MOST_PORT),
         default=None,
         metavar="PORT",
         help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",

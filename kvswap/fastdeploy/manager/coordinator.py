@@ -96,7 +96,6 @@ class _Rank:
     pid: int = 0
     ready: bool = False
     phase: str = "not started"
-    busy: int = 0
     generation: int = 0
     handles: Handles | None = None
     leaving: bool = False
@@ -200,7 +199,7 @@ class Coordinator:
     def beat(self, beat: Beat) -> None:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
-        rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
+        rank.ready, rank.phase = beat.ready, beat.phase
         rank.generation, rank.abandoned = beat.generation, beat.abandoned
         if beat.handles is not None:
             rank.handles = beat.handles
@@ -480,8 +479,7 @@ class Coordinator:
                 )
             self._report(pending)
 
-    # -- operations: clear, restore, attach, drain
-    # ----------------------------------------------------------------------------------------
+    # -- operations: clear, restore, attach, drain --------------------------------------------------------------------
 
     def _operate(self, client: bytes, message: Drain | Attach | Clear | Restore) -> None:
         if isinstance(message, Drain) and message.undo:

@@ -179,13 +179,12 @@ class Refuse(Message):
 
 
 class Beat(Message):
-    """A rank is alive. ready: it takes tasks. phase: what it does now, as text. busy: its tasks. abandoned: how many of
-    these are abandoned, that is reported failed while they still run."""
+    """A rank is alive. ready: it takes tasks. phase: what it does now, as text. abandoned: how many of its
+    tasks are abandoned, that is reported failed while they still run."""
 
     rank: Rank
     ready: bool
     phase: str
-    busy: int
     generation: int
     handles: Handles | None = None  # of the caches that the rank created; sent once
     abandoned: int = 0

@@ -83,9 +83,7 @@ def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Soc
 
 def _beat(worker: Worker, settings: Settings) -> Beat:
     """This rank's Beat, without handles."""
-    return Beat(
-        settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation, abandoned=worker.abandoned
-    )
+    return Beat(settings.layout.rank, worker.ready, worker.phase, worker.generation, abandoned=worker.abandoned)
 
 
 def _request_in(frame: zmq.Frame) -> int:
