@@ -1,4 +1,4 @@
-// What batch_parts.cu and strided_parts.cu share: work that is given to the driver over several streams, begun together
+// What batch_parts.cu and small_copies.cu share: work that is given to the driver over several streams, begun together
 // and joined again, how long it takes, and how long giving it takes; medians of RUNS.
 #include <cuda.h>
 #include <cuda_runtime.h>
