@@ -36,7 +36,7 @@ _BATCH = 16
 _ALONE = 8 << 20
 _SLOT = 16 << 20
 
-_LEAST_MOVED = 8 << 20  # bytes a transfer where the link is slow: else as many as it moves in
+_LEAST_MOVED = 8 << 20  # least bytes of a transfer; a fast link gets as many as it moves in this time:
 _MOVED_SECONDS = 2e-3
 _ROWS = 8192  # most rows a transfer
 _LAYERS = 64  # tensors, where a path is for several

@@ -31,7 +31,7 @@ __all__ = ["FIELDS", "RUN_TIME", "Field", "Identity", "Said", "digest_of", "fold
 
 RUN_TIME = "run time"  # kv_scales that the engine computes when it runs: no store
 
-_VERSION = 1  # of the fields: another one finds nothing of this
+_VERSION = 1  # of the fields: a store of another version finds none of these blocks
 _MOST_VALUE = 96  # bytes of a value as JSON; of a longer one its begin and a digest
 _MOST_TEXT = 2900  # what a store's files have room for, less what a store of several directories adds
 _FOLDER_DIGITS = 12
@@ -256,7 +256,7 @@ def folder(directory: str | Path, layout: Layout) -> Path:
 
 
 def forget(layout: Layout, folders: Iterable[Path]) -> None:
-    """After closing: remove the store, if it was one process's own and no other will find it."""
+    """After closing: remove the store if only this process could find it."""
     if "own" in layout.fields:
         for place in folders:
             shutil.rmtree(place, ignore_errors=True)

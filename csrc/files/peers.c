@@ -197,7 +197,7 @@ static void mend_notices(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
   struct kvs_file_notices before = store->notices;
   store->notices = anew;
-  store->notices.lost = true; /* what was published meanwhile went to the file before */
+  store->notices.lost = true; /* blocks published meanwhile were announced in the previous file */
   pthread_mutex_unlock(&store->lock);
   kvs_file_notices_close(&before);
 }

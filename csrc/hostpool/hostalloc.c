@@ -64,7 +64,7 @@ static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, 
 /* After a failed free. */
 static void put_back(const struct allocation *piece) {
   pthread_mutex_lock(&lock);
-  if (taken) pieces[count++] = *piece, taken--; /* none: this is the child of a fork in between */
+  if (taken) pieces[count++] = *piece, taken--; /* taken is 0 in the child of a fork */
   pthread_mutex_unlock(&lock);
 }
 

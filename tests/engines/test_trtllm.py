@@ -396,7 +396,7 @@ def test_files_opened_with_o_direct(device: kvswap.Device, tmp_path: Path, disk:
 
 
 def test_descriptors_may_be_closed(device: kvswap.Device, disk: Disk, tmp_path: Path) -> None:
-    """And their number used again for another file, while the copy is queued."""
+    """The descriptors are closed, and their numbers used for another file, while the copy is queued."""
     memory, stream = Buffer(device, NBYTES, "cpu"), kvswap.Stream(device)
     source = memory.randomise(3)
     other = Disk(tmp_path / "other", seed=4)

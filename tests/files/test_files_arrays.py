@@ -162,7 +162,7 @@ def test_keys_of_unpin(store: FileStore) -> None:
 @pytest.mark.parametrize("by", ["rows", "pool"])
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_ids_of_a_load(store: FileStore, kind: Any, by: str) -> None:
-    """No address outside of what was given: n rows, between others that stay as they are."""
+    """Bytes before and after the given n rows stay as they are."""
     n = 600  # few, so that they are read between two changes; fewer are written with the GIL
     source = np.full((n, NBYTES), 1, np.uint8)
     store.store([b"%d" % i for i in range(n)], source, range(n)).wait(PATIENCE)

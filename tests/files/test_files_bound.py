@@ -343,7 +343,7 @@ def test_a_store_of_one_writer_may_have_a_bound(tmp_path: Path) -> None:
     with open_store(tmp_path, "c", 6, shared=False) as three:
         assert check(three, "c", fill(three, "c", 6)) == 6 * PER_SEGMENT
     assert held(tmp_path) == 6
-    with open_store(tmp_path, "a", 6, shared=False) as one:  # its directory is there, without segments
+    with open_store(tmp_path, "a", 6, shared=False) as one:  # its folder still exists, without segments
         assert one.stats()["blocks"] == 0
         fill(one, "a", 1)
 

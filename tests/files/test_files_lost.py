@@ -148,7 +148,7 @@ def test_writes_that_fail_do_not_drain_the_store(tmp_path: Path, code: int) -> N
     there = [i for i, found in enumerate(rig.store.contains(keys)) if found]
     assert len(there) == 64 if code == errno.EROFS else len(there) >= 64 - 12
     np.testing.assert_array_equal(rig.get([keys[i] for i in there]), data[there])
-    time.sleep(2.1)  # then one write is tried
+    time.sleep(2.1)  # then the store tries one write
     rig.put(keys_of(1, "later"), data[:1])
     rig.put(keys_of(4, "later"), data[:4])
     rig.reopen()

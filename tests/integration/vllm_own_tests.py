@@ -155,7 +155,7 @@ def run_once(options: argparse.Namespace) -> int:
 
 
 def metadata_for(source: Path, folder: Path, cpu: bool) -> None:
-    """vLLM reads in its package's metadata which platform it was built for, and a source package does not say."""
+    """vLLM reads its platform from its package's metadata, which a source package does not have."""
     version = source.name.removeprefix("vllm-") + ("+cpu" if cpu else "")
     described = folder / f"vllm-{version}.dist-info"
     described.mkdir()

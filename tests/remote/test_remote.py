@@ -215,7 +215,7 @@ def test_a_damaged_epoch_is_a_new_one(shared: Cluster, layout: Layout) -> None:
 CLEARED = """
 import sys, time
 import numpy as np
-from kvswap.files import Layout, MissingKey
+from kvswap.files import Layout
 from kvswap.remote import RemoteStore
 store = RemoteStore(sys.argv[1], Layout(int(sys.argv[2]), test="stopped"))
 assert store.contains([b"k"]) == [True]
@@ -444,7 +444,7 @@ CLOSING = """
 import sys, threading, time
 import numpy as np
 from kvswap import Error
-from kvswap.files import Layout, MissingKey
+from kvswap.files import Layout
 from kvswap.remote import RemoteStore
 NBYTES = 65536
 def use(store, i):
@@ -478,7 +478,7 @@ def test_close_beside_eight_threads(shared: Cluster) -> None:
 FORKING = """
 import os, sys, time
 import numpy as np
-from kvswap.files import Layout, MissingKey
+from kvswap.files import Layout
 from kvswap.remote import RemoteStore
 store = RemoteStore(sys.argv[1], Layout(65536, test="fork"))
 block = np.zeros((1, 65536), np.uint8)
