@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import logging
 import os
@@ -77,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device-only", action="store_true", help="leave out tests that are the same whatever --device is"
     )
-    parser.addoption("--part", default="0/1", help="K/N: one in N of the tests, the K-th of 0 to N - 1")
+    parser.addoption("--once", action="store_true", help="each test function with one of its parametrisations")
 
 
 def refuse_stale() -> None:
@@ -117,12 +118,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores + max(2, cores // 2)
 
 
+def one_of_each(items: list[pytest.Item], takes: list[bool]) -> list[bool]:
+    """Of each test function one that is taken. Its name draws which: over all functions each path, direction and size
+    occurs, and the same tests run everywhere."""
+    functions: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        if takes[i]:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(i)
+    drawn = {which[crc32(name.encode()) % len(which)] for name, which in functions.items()}
+    return [i in drawn for i in range(len(items))]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--part, which takes the same tests everywhere, --device-only, and the marker not_sanitized."""
-    part, parts = map(int, config.getoption("--part").split("/"))
-    if not 0 <= part < parts:
-        raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
-    takes = [crc32(item.nodeid.encode()) % parts == part for item in items]
+    """--device-only, the marker not_sanitized, and --once, of what these two leave."""
+    takes = [True] * len(items)
     if config.getoption("--device-only"):
         used = [set(getattr(item, "fixturenames", ())) for item in items]  # by a test and its fixtures
         takes = [taken and "device_name" in names for taken, names in zip(takes, used, strict=True)]
@@ -131,6 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unfit = [item.get_closest_marker("not_sanitized") is not None for item in items]
         config.stash[NOT_SANITIZED] = sum(unfit)
         takes = [taken and not without for taken, without in zip(takes, unfit, strict=True)]
+    if config.getoption("--once"):
+        takes = one_of_each(items, takes)
     config.hook.pytest_deselected(items=[item for item, taken in zip(items, takes, strict=True) if not taken])
     items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
 
@@ -152,6 +163,19 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left_out := config.stash.get(NOT_SANITIZED, 0):
         terminalreporter.write_line(f"{left_out} tests left out under a sanitizer: marker not_sanitized")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """The first of pytest-xdist's processes compiles the test modules; the others wait, and read what it wrote."""
+    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode:
+        return (yield)
+    with Path(__file__).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
