@@ -386,6 +386,10 @@ def address_of(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
+MEMCMP = ctypes.CDLL(None).memcmp  # of NumPy's comparisons each makes an array
+MEMCMP.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
 class Buffer:
     """Memory that a test fills and reads as NumPy arrays, wherever it lies.
 
@@ -432,6 +436,12 @@ class Buffer:
         if self.bounce is not None:
             self._copy(self.bounce.ptr, self.ptr, nbytes)
         return self._view()[:nbytes].copy()
+
+    def holds(self, data: Bytes) -> bool:
+        """Whether these are its first bytes, without a copy of them where the memory is the host's."""
+        if self.bounce is not None:
+            self._copy(self.bounce.ptr, self.ptr, data.size)
+        return MEMCMP(address_of(self._view()), address_of(data), data.size) == 0
 
     def randomise(self, seed: int) -> Bytes:
         data = random_bytes(seed, self.nbytes)

@@ -199,7 +199,7 @@ def test_parts_of_blocks(sides: Sides, path: str, direction: int, parts: list[An
             else:
                 there[work.cpu_ids] = here[work.gpu_ids]
     transfer.wait(PATIENCE)
-    sides.check(f"{parts}")
+    sides.check(parts)
     assert transfer.path == path
 
 
