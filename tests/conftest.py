@@ -279,6 +279,37 @@ def keeps_no_gpu_memory() -> Iterator[None]:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+MakeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MakeOnce:
+    """made_once(name, make) is a folder that make(folder) has filled, once for all processes of pytest-xdist."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def made_once(name: str, make: Callable[[Path], None]) -> Path:
+        folder = shared / name
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "made").exists():
+                make(folder)
+                (folder / "made").touch()
+        return folder
+
+    return made_once
+
+
+@pytest.fixture(scope="session")
+def prefix(made_once: MakeOnce) -> Path:
+    """Where libkvswap is installed; the folder it was built in is beside it."""
+    from builds import build_library
+
+    return made_once("libkvswap", build_library) / "prefix"
+
+
 @pytest.fixture(scope="session")
 def long_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--long-seconds"))

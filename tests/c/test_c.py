@@ -1,9 +1,8 @@
-"""The C tests, without Python: each program of tests/c is built with the core and run, plain (with -Werror) and under
-the sanitizers. Its exit status and its last line, "N passed, 0 failed", are what counts."""
+"""The C tests, without Python: each program of tests/c is built and run, plain (with libkvswap, which CMake builds) and
+with the core under sanitizers. Its exit status and its last line, "N passed, 0 failed", are what counts."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -14,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from builds import EXAMPLES, check_example, with_archive
+from conftest import ROOT, MakeOnce
 
 CC = os.environ.get("CC") or "cc"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g1", "-pthread", "-I", "csrc"]
@@ -82,38 +82,34 @@ def compile_core(kind: str, folder: Path) -> None:
         ]
         for future in compiled:
             future.result()
-    subprocess.run(["ar", "rcs", str(folder / "new.a"), *map(str, objects)], check=True, capture_output=True)
-    (folder / "new.a").rename(folder / "libcore.a")
+    subprocess.run(["ar", "rcs", str(folder / "libcore.a"), *map(str, objects)], check=True, capture_output=True)
 
 
-@pytest.fixture(scope="session")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The core as a library of that kind, compiled once: the processes of pytest-xdist share it."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+Core = Callable[[str], list[str]]
 
-    def core(kind: str) -> Path:
-        folder = shared / f"core-{kind.replace(',', '-')}"
-        folder.mkdir(exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "libcore.a").exists() and not (folder / "lacks").exists():
-                compile_core(kind, folder)
+
+@pytest.fixture
+def core(request: pytest.FixtureRequest, made_once: MakeOnce) -> Core:
+    """What a program of that kind is linked with. The plain core is libkvswap's archive."""
+
+    def core(kind: str) -> list[str]:
+        if kind == "plain":
+            return with_archive(request.getfixturevalue("prefix"))
+        folder = made_once(f"core-{kind.replace(',', '-')}", lambda folder: compile_core(kind, folder))
         if (folder / "lacks").exists():
             pytest.skip((folder / "lacks").read_text())
-        return folder / "libcore.a"
+        return [str(folder / "libcore.a"), "-ldl", "-lm"]
 
     return core
 
 
 @pytest.fixture
-def build(core: Callable[[str], Path], tmp_path: Path) -> Build:
+def build(core: Core, tmp_path: Path) -> Build:
     """The program of tests/c, linked with the core."""
 
     def build(kind: str, program: str) -> Path:
         target = tmp_path / Path(program).name
-        compile_with([*FLAGS, *KINDS[kind], f"tests/c/{program}.c", str(core(kind)), "-o", str(target), "-ldl", "-lm"])
+        compile_with([*FLAGS, *KINDS[kind], f"tests/c/{program}.c", "-o", str(target), *core(kind)])
         return target
 
     return build
@@ -138,6 +134,12 @@ def test_c(build: Build, kind: str, program: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_under_sanitizers(build: Build, tmp_path: Path, name: str) -> None:
+    check_example(name, build("address,undefined", f"../../examples/c/{name}"), tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "address,undefined"])
 def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
     """What it once began with or found: pages and stores, whole and hurt."""
@@ -148,7 +150,7 @@ def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_c_surface_alone(core: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_c_surface_alone(core: Core, tmp_path: Path) -> None:
     """A program that includes kvswap.h and nothing else of ours, as C and, where there is a compiler, as C++."""
     source = tmp_path / "surface.c"
     source.write_text(
@@ -177,11 +179,10 @@ def test_the_c_surface_alone(core: Callable[[str], Path], tmp_path: Path) -> Non
             "csrc",
             str(source),
             *more,
-            str(core("plain")),
             "-o",
             str(program),
-            "-ldl",
             "-pthread",
+            *core("plain"),
         ]
         run = subprocess.run([*compiler, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr

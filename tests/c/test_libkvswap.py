@@ -1,80 +1,21 @@
 """libkvswap as a user of C meets it: built by CMake, installed to an empty prefix, and used from there with
-pkg-config and find_package, shared and static, in C and in C++. The library is built without optimisation and without
-kernels, once a session each."""
+pkg-config and find_package, shared and static, in C and in C++. It is built once a session, without kernels."""
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import importlib.util
 import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from builds import CC, EXAMPLES, check_example, cmake_compiler, need, pkg_config, run, succeed
 from conftest import ROOT
 
-CC = shlex.split(os.environ.get("CC") or "cc")
 VERSION = re.search(r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "c").glob("*.c"))
-
-
-def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    names = ("KVSWAP_CUDA", "KVSWAP_NVCC", "KVSWAP_URING", "KVSWAP_SANITIZE", "KVSWAP_DEBUG", "LD_PRELOAD", "MAKEFLAGS")
-    inherited = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.run(
-        command, cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=280, check=False
-    )
-
-
-def succeed(command: list[str], cwd: Path = ROOT, **environment: str) -> str:
-    done = run(command, cwd, **environment)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def need(*programs: str) -> None:
-    for program in programs:
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program} here; .ci/run has it")
-
-
-def cmake_compiler() -> list[str]:
-    """CC may be two words, "ccache gcc"."""
-    launcher = [f"-DCMAKE_C_COMPILER_LAUNCHER={CC[0]}"] if len(CC) > 1 else []
-    return [*launcher, f"-DCMAKE_C_COMPILER={CC[-1]}"]
-
-
-def build(folder: Path, prefix: Path) -> None:
-    options = ["-DKVSWAP_CUDA=off", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_INSTALL_LIBDIR=lib", *cmake_compiler()]
-    succeed(["cmake", "-S", str(ROOT), "-B", str(folder), *options])
-    succeed(["cmake", "--build", str(folder), "-j2"])
-    succeed(["cmake", "--install", str(folder), "--prefix", str(prefix)])
-
-
-@pytest.fixture(scope="session")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the library is installed: the processes of pytest-xdist share it."""
-    need(CC[0], "cmake")
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    folder, prefix = shared / "libkvswap", shared / "prefix"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            build(folder, prefix)
-            (folder / "done").touch()
-    return prefix
-
-
-def pkg_config(prefix: Path) -> dict[str, str]:
-    need("pkg-config")
-    return {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
 
 
 def abi() -> object:
@@ -95,7 +36,9 @@ def test_what_is_installed(prefix: Path) -> None:
     headers = {f"include/kvswap/{path.name}" for path in (ROOT / "csrc").glob("kvswap*.h")}
     headers = headers - {"include/kvswap/kvswap_capi.h"} | {"include/kvswap/kvswap_version.h"}
     libraries = {f"lib/libkvswap.{end}" for end in ("a", "so", "so.0", f"so.0.{VERSION[1]}")}
-    package = {f"lib/cmake/kvswap/kvswap{end}.cmake" for end in ("Config", "ConfigVersion", "Targets", "Targets-none")}
+    package = {
+        f"lib/cmake/kvswap/kvswap{end}.cmake" for end in ("Config", "ConfigVersion", "Targets", "Targets-release")
+    }
     assert found == headers | libraries | package | {"lib/pkgconfig/kvswap.pc"}
     assert (prefix / "lib/libkvswap.so").resolve().name == f"libkvswap.so.0.{VERSION[1]}"
 
@@ -165,15 +108,6 @@ def test_each_header_compiles_alone(prefix: Path, tmp_path: Path) -> None:
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
-
-
-def check_example(name: str, program: Path, tmp_path: Path, **environment: str) -> None:
-    arguments = [str(tmp_path)] if name == "files" else []
-    done = run([str(program), *arguments], tmp_path, **environment)
-    if name == "cuda" and done.returncode == 77:
-        assert done.stdout.startswith("no GPU: "), done.stdout
-    else:
-        assert done.returncode == 0 and "every byte is right" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -251,6 +185,12 @@ def test_the_examples_as_a_project_of_cmake(prefix: Path, tmp_path: Path) -> Non
         check_example(name, tmp_path / name, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_the_build(prefix: Path, tmp_path: Path, name: str) -> None:
+    check_example(name, prefix.parent / "build" / "examples" / "c" / name, tmp_path)
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -305,3 +245,14 @@ def test_kernels_are_embedded(tmp_path: Path) -> None:
     (found,) = folder.rglob("fatbin*.o")
     data = found.read_bytes()
     assert b"not really a fatbin" in data and b"sm_80 sm_90" in data and b"sm_120" not in data
+
+
+@pytest.mark.slow
+def test_sanitizers(tmp_path: Path) -> None:
+    need("cmake", "make", "nm", CC[0])
+    folder, rules = tmp_path / "build", "CMakeFiles/kvswap_objects.dir"
+    settings = ["-DKVSWAP_SANITIZE=address,undefined", "-DKVSWAP_CUDA=off", "-DKVSWAP_URING=off", *cmake_compiler()]
+    succeed(["cmake", "-G", "Unix Makefiles", "-S", str(ROOT), "-B", str(folder), *settings])
+    succeed(["make", "-f", f"{rules}/build.make", f"{rules}/csrc/plan/plan.c.o"], folder)
+    (found,) = folder.rglob("plan*.o")
+    assert {"__asan_report_load8", "__ubsan_handle_add_overflow"} <= set(succeed(["nm", str(found)]).split())

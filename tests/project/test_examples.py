@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from builds import with_archive
 from conftest import ROOT, elsewhere, run_python
 
 from kvswap import _doctor_config
@@ -87,7 +88,7 @@ def test_the_program_to_start_with_in_c_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_transfer_manager_in_c_plus_plus_runs(tmp_path: Path) -> None:
+def test_the_transfer_manager_in_c_plus_plus_runs(prefix: Path, tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler: .ci/run has one")
@@ -96,21 +97,7 @@ def test_the_transfer_manager_in_c_plus_plus_runs(tmp_path: Path) -> None:
     (tmp_path / "program.cpp").write_text("\n".join(parts), encoding="utf-8")
     flags = ["-Wall", "-Wextra", "-Werror", "-std=c++17", f"-I{ROOT / 'csrc'}"]
     run(tmp_path, compiler, *flags, "-c", "program.cpp", "-o", "program.o")
-    sources = [str(path) for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "py"]
-    run(
-        tmp_path,
-        "gcc",
-        "-std=c11",
-        "-D_GNU_SOURCE",
-        "-O0",
-        f"-I{ROOT / 'csrc'}",
-        "-r",
-        "-nostdlib",
-        "-o",
-        "kvswap.o",
-        *sources,
-    )
-    run(tmp_path, compiler, "-o", "program", "program.o", "kvswap.o", "-pthread", "-ldl")
+    run(tmp_path, compiler, "-o", "program", "program.o", *with_archive(prefix))
     assert run(tmp_path, "./program") == "block 5 is block 3\n"
 
 

@@ -1,0 +1,70 @@
+"""What tests compile: libkvswap, once a session (fixture `prefix` of conftest.py), and C programs on it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CC = shlex.split(os.environ.get("CC") or "cc")
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "c").glob("*.c"))
+
+
+def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    names = ("KVSWAP_CUDA", "KVSWAP_NVCC", "KVSWAP_URING", "KVSWAP_SANITIZE", "KVSWAP_DEBUG", "LD_PRELOAD", "MAKEFLAGS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run(
+        command, cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def succeed(command: list[str], cwd: Path = ROOT, **environment: str) -> str:
+    done = run(command, cwd, **environment)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def need(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} here; .ci/run has it")
+
+
+def cmake_compiler() -> list[str]:
+    """CC may be two words, "ccache gcc"."""
+    launcher = [f"-DCMAKE_C_COMPILER_LAUNCHER={CC[0]}"] if len(CC) > 1 else []
+    return [*launcher, f"-DCMAKE_C_COMPILER={CC[-1]}"]
+
+
+def build_library(folder: Path) -> None:
+    """libkvswap and the examples, by CMake with what a user leaves as it is, without kernels; installed to `prefix`."""
+    need(CC[0], "cmake")
+    options = ["-DKVSWAP_CUDA=off", "-DKVSWAP_WERROR=ON", "-DKVSWAP_EXAMPLES=ON", "-DCMAKE_INSTALL_LIBDIR=lib"]
+    succeed(["cmake", "-S", str(ROOT), "-B", str(folder / "build"), *options, *cmake_compiler()])
+    succeed(["cmake", "--build", str(folder / "build"), "-j2"])
+    succeed(["cmake", "--install", str(folder / "build"), "--prefix", str(folder / "prefix")])
+
+
+def pkg_config(prefix: Path) -> dict[str, str]:
+    need("pkg-config")
+    return {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
+
+
+def with_archive(prefix: Path) -> list[str]:
+    """What a program is linked with that has libkvswap in itself."""
+    flags = succeed(["pkg-config", "--static", "--libs", "kvswap"], **pkg_config(prefix)).split()
+    return ["-l:libkvswap.a" if flag == "-lkvswap" else flag for flag in flags]
+
+
+def check_example(name: str, program: Path, tmp_path: Path, **environment: str) -> None:
+    arguments = [str(tmp_path)] if name == "files" else []
+    done = run([str(program), *arguments], tmp_path, **environment)
+    if name == "cuda" and done.returncode == 77:
+        assert done.stdout.startswith("no GPU: "), done.stdout
+    else:
+        assert done.returncode == 0 and "every byte is right" in done.stdout, done.stdout + done.stderr
