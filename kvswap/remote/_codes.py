@@ -36,7 +36,7 @@ CODES = {
 _REASONS = {
     0: "done",
     -101: "no node lends memory",
-    NO_ROOM: "no node has room: what is looked up or loaded cannot be evicted until its lease has ended",
+    NO_ROOM: "no node lends memory, or has room: what was looked up or loaded stays until its lease ends",
     -600: "invalid arguments, or the object has another length",
     -702: "no usable replica",
     -703: "its writer has not finished",

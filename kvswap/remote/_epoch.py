@@ -103,7 +103,8 @@ class Epoch:
     def renew(self, slot: int, end: float) -> str:
         """Begin a new epoch, and read one that is not the one before: where another client's came between, that one
         serves as well. Empty, or what went wrong."""
-        before = self.since(time.monotonic(), end)
+        begin = time.monotonic()
+        before = self.since(begin, begin + min(FRESH_SECONDS, (end - begin) / 2))  # there may be none that can be read
         while True:
             code = self.write(slot, os.urandom(HASH_NBYTES), replace=True)
             after = self.since(time.monotonic(), end)
@@ -174,8 +175,9 @@ class Epoch:
                     return f"node {first} does not answer"
         code = self._get(slot)
         if code == -704:
-            if self.write(slot, os.urandom(HASH_NBYTES), replace=False) != 0:
-                return "there is none, and none could be made"
+            made = self.write(slot, os.urandom(HASH_NBYTES), replace=False)
+            if made != 0:
+                return f"no node has {self.name}, and it could not be made: {reason(made)}"
             code = self._get(slot)
         if code != _NBYTES:
             raise _C.Error(f"reading {self.name}: {reason(code)}")

@@ -41,6 +41,7 @@ _MOST_SECONDS = 86400
 _STAGING_NBYTES = 128 << 20
 LEASE_SECONDS = 10.0  # of a key that was looked up or loaded: the master's default_kv_lease_ttl, unless it is changed
 _MISS_SECONDS = 1.0
+_GRACE_SECONDS = 0.2  # for an answer that says why there is none
 _LOOKUP_SECONDS = 1.0  # limit of a look-up
 _MOST_ANSWERS = 65536
 _MOST_DAMAGED = 4096
@@ -237,7 +238,7 @@ class RemoteStore:
         if identity is not None:
             epoch = Epoch(self._client, identity, self._secret, self._reader_slots, self._loads_turn)
         try:
-            why = self._calls.ask(STORES, lambda thread: epoch.renew(self._slot(thread), end), limit)
+            why = self._calls.ask(STORES, lambda thread: epoch.renew(self._slot(thread), end), limit + _GRACE_SECONDS)
         finally:
             if epoch is not self._epoch:
                 epoch.close()
