@@ -27,7 +27,7 @@ uint64_t kvs_page_nbytes(enum kvs_pages pages) {
   return (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-const char *kvs_pages_name(enum kvs_pages pages) {
+static const char *name_of(enum kvs_pages pages) {
   static const char *const names[] = {[KVS_PAGES_DEFAULT] = "default",
                                       [KVS_PAGES_TRANSPARENT] = "transparent",
                                       [KVS_PAGES_2MIB] = "2MiB",
@@ -78,7 +78,7 @@ static int commit_huge(uint64_t base, uint64_t nbytes, enum kvs_pages pages, str
   char size[KVS_SIZE_TEXT];
   return kvs_fail(err, KVS_NOMEM,
                   "the system has no %s of free %s pages (%s); vm.nr_hugepages and hugepagesz= make some",
-                  kvs_size_text(nbytes, size), kvs_pages_name(pages), strerror(code));
+                  kvs_size_text(nbytes, size), name_of(pages), strerror(code));
 }
 
 int kvs_pages_commit(uint64_t base, uint64_t nbytes, enum kvs_pages pages, struct kvs_error *err) {

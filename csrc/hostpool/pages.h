@@ -17,7 +17,6 @@ struct kvs_nodes {
 };
 
 uint64_t kvs_page_nbytes(enum kvs_pages pages); /* 4 KiB except for hugetlbfs pages */
-const char *kvs_pages_name(enum kvs_pages pages);
 static inline bool kvs_pages_huge(enum kvs_pages pages) { return pages == KVS_PAGES_2MIB || pages == KVS_PAGES_1GIB; }
 bool kvs_pages_transparent(void); /* the kernel provides transparent huge pages on request */
 

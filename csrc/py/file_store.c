@@ -376,6 +376,25 @@ static PyObject *store_unpin(PyObject *self, PyObject *keys) { return on_keys(se
 
 static PyObject *store_touch(PyObject *self, PyObject *keys) { return on_keys(self, keys, TOUCH); }
 
+/* Key i ends at ends[i], where the next begins. there NULL: a list of the keys, else of (key, there[i]). Frees them. */
+static PyObject *list_of_keys(uint8_t *keys, size_t *ends, bool *there, size_t count) {
+  PyObject *list = PyList_New((Py_ssize_t)count);
+  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
+    const char *key = (const char *)keys + begin;
+    Py_ssize_t nbytes = (Py_ssize_t)(ends[i] - begin);
+    PyObject *item = there == NULL ? PyBytes_FromStringAndSize(key, nbytes)
+                                   : Py_BuildValue("(y#O)", key, nbytes, there[i] ? Py_True : Py_False);
+    if (item == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+  }
+  free(keys);
+  free(ends);
+  free(there);
+  return list;
+}
+
 static PyObject *store_keys(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_error err = {0};
@@ -383,22 +402,7 @@ static PyObject *store_keys(PyObject *self, PyObject *unused) {
   size_t *ends = NULL, count = 0;
   int rc;
   KVS_PY_NO_GIL(rc = kvs_file_list(kvs_py_file_core(self), &keys, &ends, &count, &err));
-  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
-  PyObject *list = PyList_New((Py_ssize_t)count);
-  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
-    PyObject *key = PyBytes_FromStringAndSize((const char *)keys + begin, (Py_ssize_t)(ends[i] - begin));
-    if (key == NULL)
-      Py_CLEAR(list);
-    else
-      PyList_SET_ITEM(list, (Py_ssize_t)i, key);
-  }
-  free(keys);
-  free(ends);
-  return list;
-}
-
-static PyObject *event_pair(const uint8_t *key, size_t nbytes, bool there) {
-  return Py_BuildValue("(y#O)", (const char *)key, (Py_ssize_t)nbytes, there ? Py_True : Py_False);
+  return rc == KVS_OK ? list_of_keys(keys, ends, NULL, count) : kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
 static PyObject *store_take_events(PyObject *self, PyObject *unused) {
@@ -409,21 +413,9 @@ static PyObject *store_take_events(PyObject *self, PyObject *unused) {
   bool *there = NULL;
   uint64_t lost = 0;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_take_events(kvs_py_file_core(self), &keys, &ends, &there, &count, &lost, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_file_take_events(kvs_py_file_core(self), &keys, &ends, &there, &count, &lost, &err));
   if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
-  PyObject *list = PyList_New((Py_ssize_t)count);
-  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
-    PyObject *pair = event_pair(keys + begin, ends[i] - begin, there[i]);
-    if (pair == NULL)
-      Py_CLEAR(list);
-    else
-      PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
-  }
-  free(keys);
-  free(ends);
-  free(there);
+  PyObject *list = list_of_keys(keys, ends, there, count);
   return list == NULL ? NULL : Py_BuildValue("(NK)", list, (unsigned long long)lost);
 }
 
