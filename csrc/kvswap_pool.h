@@ -3,6 +3,7 @@
 #define KVSWAP_POOL_H
 
 #include "kvswap.h"
+#include "kvswap_codec.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -21,12 +22,17 @@ struct kvs_pool_layout {
    * table (for example, layers that are allocated one by one). NULL: a table of its own. */
   struct kvs_pool *group;
   const char *name; /* for messages, at most 31 bytes; NULL: "pool N" */
-  uint64_t reserved[8];
+  /* The pool holds coded blocks: block_nbytes is their coded size (0: that), and ptr, stride and pitch are multiples of
+   * 16. A row is whole coded pages. A transfer between it and a pool that is not coded, one of which is in memory of
+   * the device, codes. The pool holds a reference. NULL: not coded. */
+  const struct kvs_coding *coding;
+  uint64_t reserved[7];
 };
 
 /* A part of each block to move: `rows` rows of row_nbytes bytes, row_pitch apart, the first at `offset`. Offsets count
- * within the block's own bytes [0, block_nbytes), row after row. Parts are in ascending order of layer. Parts of one
- * pair are in ascending order of offset and do not overlap. */
+ * within the block's own bytes [0, block_nbytes), row after row. Where one pool is coded they count as in the other,
+ * and rows are whole pages. Parts are in ascending order of layer. Parts of one pair are in ascending order of offset
+ * and do not overlap. */
 struct kvs_part {
   uint32_t pair;  /* index of the pair of pools */
   uint32_t layer; /* from 0, no gaps, ascending */

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from kvswap.codecs import Coding
 from kvswap.typing import (
     Address,
     Addresses,
@@ -211,6 +212,7 @@ class Pool:
         pitch: int = 0,
         group: Pool | None = None,
         name: str | None = None,
+        coding: Coding | None = None,
     ) -> Pool: ...
     @property
     def device(self) -> Device: ...
@@ -230,6 +232,8 @@ class Pool:
     def group(self) -> Pool | None: ...
     @property
     def name(self) -> str: ...
+    @property
+    def coding(self) -> Coding | None: ...
 
 @final
 class OffloadMap:

@@ -25,7 +25,8 @@ struct move_call {
   struct kvs_engine *engine, *other; /* the engines of the pools; other NULL: all pools are of one engine */
   struct kvs_move_scratch *room;
   size_t nparts, ntouches;
-  bool rows; /* rects may be used */
+  bool rows;    /* rects may be used */
+  bool codings; /* the blocks are coded or decoded */
   bool layered;
   const int64_t *all_src, *all_dst; /* slots as named by the caller */
   size_t all;
@@ -61,6 +62,40 @@ static int check_engine(const struct kvs_engine *engine, const struct kvs_pool *
   return KVS_OK;
 }
 
+/* Bytes of a block of `pool`, as parts count them: where only this pool is coded, those of the other one. */
+static uint64_t nbytes_beside(const struct kvs_pool *pool, const struct kvs_pool *other) {
+  const struct kvs_coding *coding = pool->layout.coding;
+  return coding && !other->layout.coding ? coding->block_nbytes : pool->layout.block_nbytes;
+}
+
+/* The coding of a pair whose blocks are coded or decoded on the way; NULL: they move as they are. */
+static const struct kvs_coding *coding_between(const struct kvs_pool *src, const struct kvs_pool *dst) {
+  const struct kvs_coding *from = src->layout.coding, *to = dst->layout.coding;
+  return from && to ? NULL : from ? from : to;
+}
+
+static int check_coding(const struct kvs_move *move, size_t i, struct kvs_error *err) {
+  const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
+  const struct kvs_pool *raw = src->layout.coding ? dst : src, *coded = src->layout.coding ? src : dst;
+  const struct kvs_coding *coding = coding_between(src, dst);
+  if (!coding && src->layout.coding && !kvs_coding_is(src->layout.coding, dst->layout.coding))
+    return kvs_fail(err, KVS_INVALID,
+                    "src[%zu] (pool '%s') and dst[%zu] (pool '%s') are coded in two ways: coded blocks move between "
+                    "pools that are coded alike",
+                    i, src->name, i, dst->name);
+  if (!coding == !coding_between(move->src[0], move->dst[0])) {
+    if (!coding || kvs_layout_has_pages(&raw->layout, coding->page_nbytes)) return KVS_OK;
+    return kvs_fail(err, KVS_INVALID,
+                    "pool '%s' is coded in pages of %" PRIu64 " bytes, but a block of pool '%s' has %" PRIu64
+                    " rows of %" PRIu64 " bytes: a page must lie in one row",
+                    coded->name, coding->page_nbytes, raw->name, raw->layout.rows,
+                    raw->layout.block_nbytes / raw->layout.rows);
+  }
+  return kvs_fail(err, KVS_INVALID,
+                  "src[%zu] -> dst[%zu] is %scoded, src[0] -> dst[0] is %s: one call codes all its pairs, or none", i,
+                  i, coding ? "" : "not ", coding ? "not" : "coded");
+}
+
 static int check_pools(const struct kvs_move *move, struct kvs_engine **other, struct kvs_error *err) {
   *other = NULL;
   if (move->npairs == 0) return kvs_fail(err, KVS_INVALID, "src has no pools");
@@ -69,12 +104,13 @@ static int check_pools(const struct kvs_move *move, struct kvs_engine **other, s
     const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
     int status = check_engine(engine, src, "src", i, other, err);
     if (!status) status = check_engine(engine, dst, "dst", i, other, err);
+    if (!status) status = check_coding(move, i, err);
     if (status) return status;
-    if (!move->parts && src->layout.block_nbytes != dst->layout.block_nbytes)
+    if (!move->parts && nbytes_beside(src, dst) != nbytes_beside(dst, src))
       return kvs_fail(err, KVS_INVALID,
                       "src[%zu] has blocks of %" PRIu64 " bytes, dst[%zu] of %" PRIu64
                       ": name the parts that are to be moved",
-                      i, src->layout.block_nbytes, i, dst->layout.block_nbytes);
+                      i, nbytes_beside(src, dst), i, nbytes_beside(dst, src));
   }
   return KVS_OK;
 }
@@ -178,6 +214,19 @@ static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, co
              : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
 }
 
+/* Kernels code between memory of the device and the host's. */
+static int check_coded_side(const struct kvs_move *move, size_t i, enum kvs_direction direction,
+                            struct kvs_error *err) {
+  const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
+  if (!coding_between(src, dst) || (direction == KVS_D2H && dst->layout.coding) ||
+      (direction == KVS_H2D && src->layout.coding))
+    return KVS_OK;
+  return kvs_fail(err, KVS_UNSUPPORTED,
+                  "src[%zu] -> dst[%zu] goes %s, and pool '%s' is coded: blocks are coded on the way from memory of "
+                  "the device to a coded pool in host memory, and decoded on the way back",
+                  i, i, kvs_direction_text(direction), src->layout.coding ? src->name : dst->name);
+}
+
 static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
                        struct kvs_error *err) {
   const struct kvs_move *move = call->move;
@@ -191,11 +240,30 @@ static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
                       i, kvs_direction_text(this), kvs_direction_text(*direction));
+    status = check_coded_side(move, i, this, err);
+    if (status) return status;
   }
   return KVS_OK;
 }
 
 /* -- parts ----------------------------------------------------------------------------------------------------- */
+
+static int check_part(const struct kvs_move *move, size_t i, struct kvs_error *err) {
+  const struct kvs_part *part = &move->parts[i];
+  const struct kvs_pool *src = move->src[part->pair], *dst = move->dst[part->pair];
+  const struct kvs_coding *coding = coding_between(src, dst);
+  uint64_t from = nbytes_beside(src, dst), to = nbytes_beside(dst, src);
+  int status = kvs_layout_check_part(part, i, from < to ? from : to, err);
+  if (status || !coding) return status;
+  uint64_t page = coding->page_nbytes;
+  if (part->offset % page == 0 && part->row_nbytes % page == 0 && (part->rows == 1 || part->row_pitch % page == 0))
+    return KVS_OK;
+  return kvs_fail(err, KVS_INVALID,
+                  "parts[%zu] is %" PRIu64 " rows of %" PRIu64 " bytes, %" PRIu64 " apart from byte %" PRIu64
+                  " on: pool '%s' is coded in pages of %" PRIu64 " bytes, and a part is whole pages",
+                  i, part->rows, part->row_nbytes, part->row_pitch, part->offset,
+                  src->layout.coding ? src->name : dst->name, page);
+}
 
 /* Parts of a pair are in ascending order of offset, so no byte is written twice. */
 static int check_parts(const struct move_call *call, struct kvs_error *err) {
@@ -211,7 +279,7 @@ static int check_parts(const struct move_call *call, struct kvs_error *err) {
       return kvs_fail(err, KVS_INVALID, "parts[%zu] is of layer %u after layer %u: layers begin at 0 and rise by 1", i,
                       part->layer, layer);
     layer = part->layer;
-    int status = kvs_layout_check_part(part, i, &move->src[part->pair]->layout, &move->dst[part->pair]->layout, err);
+    int status = check_part(move, i, err);
     if (status) return status;
     if (part->offset < call->room->next_byte[part->pair])
       return kvs_fail(err, KVS_INVALID,
@@ -230,8 +298,16 @@ static bool in_one_region(const struct kvs_regions *regions, const struct kvs_po
 
 static struct kvs_part part_at(const struct move_call *call, size_t i) {
   if (call->move->parts) return call->move->parts[i];
-  return (struct kvs_part){
-      .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
+  return (struct kvs_part){.pair = (uint32_t)i,
+                           .layer = (uint32_t)i,
+                           .rows = 1,
+                           .row_nbytes = nbytes_beside(call->move->src[i], call->move->dst[i])};
+}
+
+/* So many bytes of whole pages, as they are in `pool`. */
+static uint64_t bytes_in(const struct kvs_pool *pool, const struct kvs_pool *other, uint64_t nbytes) {
+  const struct kvs_coding *coding = pool->layout.coding;
+  return coding && !other->layout.coding ? nbytes / coding->page_nbytes * coding->coded_page_nbytes : nbytes;
 }
 
 /* A rect must lie within one region on each side, and the driver must accept its pitch. */
@@ -254,11 +330,11 @@ static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch,
   for (size_t i = 0; i < call->nparts; i++) {
     struct kvs_part part = part_at(call, i);
     size_t from = runs->count;
-    int status =
-        kvs_layout_runs(&part, &call->move->src[part.pair]->layout, &call->move->dst[part.pair]->layout, runs, err);
+    const struct kvs_pool *src = call->move->src[part.pair], *dst = call->move->dst[part.pair];
+    int status = call->codings ? KVS_OK : kvs_layout_runs(&part, &src->layout, &dst->layout, runs, err);
     if (status) return status;
     call->room->parts[i] = (struct planned_part){part, runs->count, may_stride(call, scratch, &part, from)};
-    call->room->covered[part.pair] += part.rows * part.row_nbytes;
+    call->room->covered[part.pair] += bytes_in(dst, src, part.rows * part.row_nbytes);
     *nbytes += part.rows * part.row_nbytes;
   }
   return KVS_OK;
@@ -345,6 +421,7 @@ static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *sc
   const struct move_call *call = arg;
   bool merge = form != KVS_FORM_SINGLE, split = merge && kvs_may_cross_seams(&scratch->regions);
   struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
+  if (call->codings) return kvs_fail(err, KVS_INTERNAL, "copies were asked for of blocks that are coded");
   struct kvs_rects *rects = form == KVS_FORM_RECTS ? &scratch->rects : NULL;
   int status = KVS_OK;
   copies->count = 0;
@@ -387,10 +464,43 @@ static int list_part(const struct move_call *call, size_t index, struct kvs_rows
   return status;
 }
 
-static int list_rows(const struct move_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+/* The number of a coding among those of the call. */
+static size_t number_of(const struct move_call *call, const struct kvs_coding *coding, struct kvs_work *work) {
+  size_t i = 0;
+  while (i < work->ncodings && work->codings[i].coding != coding) i++;
+  if (i == work->ncodings) call->room->codings[work->ncodings++] = (struct kvs_row_coding){.coding = coding};
+  return i;
+}
+
+/* A row a page. */
+static int list_pages(const struct move_call *call, const struct kvs_part *part, struct kvs_work *work,
+                      struct kvs_error *err) {
+  const struct kvs_pool *src = call->move->src[part->pair], *dst = call->move->dst[part->pair];
+  const struct kvs_coding *coding = coding_between(src, dst);
+  struct kvs_rows *rows = &work->scratch->rows;
+  uint64_t page = coding->page_nbytes, pages = part->row_nbytes / page;
+  size_t number = number_of(call, coding, work);
+  int status = kvs_rows_reserve(rows, rows->count + part->rows * pages, err);
+  for (uint64_t i = 0; !status && i < part->rows * pages; i++) {
+    uint64_t byte = part->offset + i / pages * part->row_pitch + i % pages * page;
+    kvs_rows_push(rows,
+                  &(struct kvs_row){.src = src->layout.ptr + kvs_layout_place(&src->layout, bytes_in(src, dst, byte)),
+                                    .dst = dst->layout.ptr + kvs_layout_place(&dst->layout, bytes_in(dst, src, byte)),
+                                    .src_stride = src->layout.stride,
+                                    .dst_stride = dst->layout.stride,
+                                    .nbytes = page,
+                                    .coded_nbytes = coding->coded_page_nbytes,
+                                    .coding = number});
+  }
+  return status;
+}
+
+static int list_rows(const struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
   int status = KVS_OK;
   for (size_t i = 0; !status && i < call->nparts; i++) {
-    status = list_part(call, i, &scratch->rows, err);
+    status = call->codings ? list_pages(call, &call->room->parts[i].part, work, err)
+                           : list_part(call, i, &scratch->rows, err);
     if (!status && call->layered && ends_layer(call, i))
       status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, true, err);
   }
@@ -411,9 +521,9 @@ static uint64_t most_slots(const struct move_call *call) {
 static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                       struct kvs_error *err) {
   if (call->rows) find_rects(call, work->direction, &work->shape);
-  if (!kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
+  if (!call->codings && !kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
   work->grid = most_slots(call) <= UINT32_MAX;
-  int status = list_rows(call, work->scratch, err);
+  int status = list_rows(call, work, err);
   if (!status) kvs_find_shape(work, most_slots(call));
   return status;
 }
@@ -484,7 +594,7 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
 static int follow_failures(struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   const struct kvs_settlement settlement = settlement_of(call);
-  bool late = call->on_src;
+  bool late = call->on_src || call->codings;
   for (size_t i = 0; i < move->npairs; i++) late |= move->src[i]->late || move->dst[i]->late;
   if (!late) leave_out_lost(call, work);
   if (!late && !call->ids) {
@@ -493,8 +603,8 @@ static int follow_failures(struct move_call *call, struct kvs_work *work, struct
   }
   if (call->other)
     return kvs_fail(err, KVS_UNSUPPORTED,
-                    "a transfer whose ids are on the device still uses one of these pools: wait() for it before a "
-                    "transfer between two devices");
+                    "a transfer whose ids are on the device, or whose blocks are coded, still uses one of these pools: "
+                    "wait() for it before a transfer between two devices");
   for (size_t i = 0; i < move->npairs; i++) {
     depend_on_all(move->src[i], work);
     depend_on_all(move->dst[i], work);
@@ -517,7 +627,8 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
 /* The slots of ids on the device are told once they are known. */
 static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
                        bool write, const struct kvs_race_accessor *accessor) {
-  const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
+  const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair],
+                        *other = write ? call->move->src[part->pair] : call->move->dst[part->pair];
   struct kvs_race_accessor side = *accessor;
   side.write = write;
   bool known = !call->ids || call->on_src == write;
@@ -531,8 +642,8 @@ static void watch_side(const struct move_call *call, const struct kvs_transfer *
                                                         : call->src,
                                          .count = known ? call->count : 0,
                                          .write = write,
-                                         .begin = part->offset,
-                                         .end = kvs_part_end(part),
+                                         .begin = bytes_in(pool, other, part->offset),
+                                         .end = bytes_in(pool, other, kvs_part_end(part)),
                                          .accessor = &side};
   if (known)
     kvs_racecheck_access(&access);
@@ -554,6 +665,10 @@ static void watch_move(const void *arg, const struct kvs_transfer *transfer, siz
 }
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
+
+static const struct kvs_pool *coded_pool(const struct kvs_move *move) {
+  return move->src[0]->layout.coding ? move->src[0] : move->dst[0];
+}
 
 static uint64_t count_entries(const struct move_call *call) {
   uint64_t entries = 0;
@@ -582,7 +697,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool shared;
-  call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
+  call->rows = !call->codings && kvs_may_stride(call->engine, options, UINT64_MAX);
   int status = find_touches(call, options, &shared, err);
   if (!status) status = find_foreign(call, err);
   if (!status) status = take_slots(call, shared, work, err);
@@ -603,6 +718,9 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->touches = call->room->touches;
   work->ntouches = call->ntouches;
   work->foreign = &call->room->foreign;
+  work->positions = call->positions;
+  if (call->codings) work->codings = call->room->codings;
+  if (call->codings) work->coded_pool = coded_pool(call->move)->name;
   status = kvs_check_layer_options(options, work->nlayers, err);
   return status ? status : find_shape(call, work, options, err);
 }
@@ -645,8 +763,11 @@ int kvs_move_blocks(const struct kvs_move *asked, const struct kvs_options *give
   if (!status && other) status = kvs_open_for_work(other, err);
   if (!status) status = kvs_options_resolve(move->src[0]->engine, given, &options, err);
   if (status) return status;
-  struct move_call call = {
-      .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
+  struct move_call call = {.move = move,
+                           .engine = move->src[0]->engine,
+                           .other = other,
+                           .layered = kvs_wants_layers(&options),
+                           .codings = coding_between(move->src[0], move->dst[0]) != NULL};
   status = place_ids(&copy, &call, &options, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);

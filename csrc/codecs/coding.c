@@ -205,6 +205,7 @@ int kvs_coding_open(const struct kvs_coding_layout *given, struct kvs_coding **o
   struct kvs_coding *coding = calloc(1, sizeof *coding);
   struct range *ranges = calloc(layout.nfields + 1, sizeof *ranges);
   if (coding && ranges) {
+    atomic_init(&coding->refs, 1);
     coding->block_nbytes = layout.block_nbytes;
     coding->page_nbytes = layout.page_nbytes;
     coding->pages = layout.block_nbytes / layout.page_nbytes;
@@ -222,9 +223,20 @@ int kvs_coding_open(const struct kvs_coding_layout *given, struct kvs_coding **o
 }
 
 void kvs_coding_close(struct kvs_coding *coding) {
-  if (!coding) return;
+  if (!coding || atomic_fetch_sub(&coding->refs, 1) != 1) return;
   free(coding->units);
   free(coding);
+}
+
+const struct kvs_coding *kvs_coding_ref(const struct kvs_coding *coding) {
+  atomic_fetch_add(&((struct kvs_coding *)coding)->refs, 1);
+  return coding;
+}
+
+bool kvs_coding_is(const struct kvs_coding *a, const struct kvs_coding *b) {
+  if (a == b) return true;
+  return a->block_nbytes == b->block_nbytes && a->page_nbytes == b->page_nbytes && a->nunits == b->nunits &&
+         memcmp(a->units, b->units, a->nunits * sizeof *a->units) == 0;
 }
 
 void kvs_coding_get_info(const struct kvs_coding *coding, struct kvs_coding_info *info) {

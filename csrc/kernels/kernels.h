@@ -37,6 +37,8 @@ struct kvs_piece {
 struct kvs_row {
   uint64_t src, dst, src_stride, dst_stride, nbytes;
   uint64_t packed, packed_stride, before;
+  uint64_t coded_nbytes; /* on the host's side, and in a slot; 0: as nbytes. Not 0: the row is a page that is coded */
+  uint64_t coding;       /* its number among the transfer's codings */
 };
 
 struct kvs_pair {

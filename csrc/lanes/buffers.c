@@ -83,6 +83,7 @@ static void free_move_scratch(struct kvs_move_scratch *room) {
   free(room->covered);
   free(room->slots);
   free(room->positions);
+  free(room->codings);
   free(room->foreign.items);
   free(room);
 }
@@ -103,7 +104,8 @@ int kvs_move_make_room(struct kvs_scratch *scratch, size_t pairs, size_t parts, 
   if (pairs > room->pairs) {
     room->pairs = 0;
     ok = renew(&room->touches, 2 * pairs, sizeof *room->touches) &&
-         renew(&room->next_byte, pairs, sizeof *room->next_byte) && renew(&room->covered, pairs, sizeof *room->covered);
+         renew(&room->next_byte, pairs, sizeof *room->next_byte) &&
+         renew(&room->covered, pairs, sizeof *room->covered) && renew(&room->codings, pairs, sizeof *room->codings);
     if (ok) room->pairs = pairs;
   }
   if (ok && parts > room->nparts) {

@@ -7,6 +7,7 @@
 #include "lanes/read_ids.h"
 #include "lanes/registry.h"
 #include "lanes/transfer.h"
+#include "lanes/verdicts.h"
 #include "racecheck/racecheck.h"
 
 struct reservation {
@@ -144,6 +145,7 @@ static void settle_one(struct kvs_late *late) {
     kvs_read_ids_end(transfer);
     memcpy(ids->side.write ? late->dst_slots : late->src_slots, ids->slots, late->count * sizeof *ids->slots);
   }
+  if (running && transfer->verdicts) kvs_verdicts_end(transfer);
   const struct kvs_settlement settlement = {.src = late->src,
                                             .dst = late->dst,
                                             .covered = late->covered,

@@ -61,6 +61,7 @@ struct kvs_transfer {
   struct kvs_staging *staging;
   struct kvs_table_of_rows *table; /* the table that its kernels read; NULL: none */
   struct kvs_read_ids *ids;        /* ids that were on the device (read_ids.h); NULL: none */
+  struct kvs_verdicts *verdicts;   /* what became of coded blocks (verdicts.h); NULL: none is coded */
   atomic_bool unsettled;           /* the transfer ends only after kvs_late_settle() */
   bool unjoined;        /* the lane stream does not cover all its bursts: it ends once the burst stream is idle too */
   kvs_event start, end; /* guarded by lane->lock while running; end 0: the transfer ends when the lane stream is idle */

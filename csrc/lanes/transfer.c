@@ -14,6 +14,7 @@
 #include "lanes/registry.h"
 #include "lanes/state.h"
 #include "lanes/transfer.h"
+#include "lanes/verdicts.h"
 #include "racecheck/racecheck.h"
 
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *engine, struct kvs_error *err) {
@@ -42,6 +43,7 @@ void kvs_transfer_drop(struct kvs_transfer *transfer) {
   if (transfer->outcome) kvs_failure_unref(transfer->outcome);
   free(transfer->failed);
   free(transfer->ids);
+  free(transfer->verdicts);
   free(transfer);
 }
 
@@ -103,6 +105,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
     transfer->all_failed = true;
   }
   if (!lost && transfer->ids) kvs_read_ids_end(transfer);
+  if (!lost && transfer->verdicts) kvs_verdicts_end(transfer);
   if (transfer->outcome) kvs_failure_end(transfer->outcome, &whole);
   bool failed = transfer->error.status != KVS_OK;
   if (!lost) {

@@ -2,6 +2,7 @@
 #ifndef KVS_WORK_H
 #define KVS_WORK_H
 
+#include "codecs/coding.h"
 #include "lanes/pool_state.h"
 #include "plan/cost.h"
 #include "plan/layout.h"
@@ -39,9 +40,16 @@ struct kvs_move_scratch {
   uint64_t *covered;   /* for each pair: bytes of a block in its parts */
   int64_t *slots;      /* copies of both lists, then both without the lost blocks */
   uint32_t *positions;
+  struct kvs_row_coding *codings; /* room for one a pair */
   struct kvs_foreign_list foreign;
   char holder[KVS_POOL_TEXT];   /* of the call's ids on the device, for messages */
   size_t pairs, nparts, blocks; /* capacities */
+};
+
+/* How rows of a transfer are coded; struct kvs_row has its number. */
+struct kvs_row_coding {
+  const struct kvs_coding *coding;
+  uint64_t units; /* device address of its units, once they are placed; 0 before */
 };
 
 /* Ends of a layer in the lists. */
@@ -128,6 +136,10 @@ struct kvs_work {
     const char *name, *holder;        /* for messages: "src_ids", "pool 'kv'" */
   } on_device;
   /* Transfers between pools only; their caller holds hazard_lock. */
+  struct kvs_row_coding *codings; /* all rows are coded, each by one of them; NULL: none is */
+  size_t ncodings;
+  const char *coded_pool;    /* the first one, for messages */
+  const uint32_t *positions; /* of slots in the caller's lists; NULL: their own */
   const struct kvs_touch *touches;
   size_t ntouches;
   const struct kvs_foreign_list *foreign; /* NULL: no other engines */

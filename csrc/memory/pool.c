@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "codecs/coding.h"
 #include "lanes/buffers.h"
 #include "lanes/failure.h"
 #include "lanes/lane.h"
@@ -84,6 +85,29 @@ static void name_pool(struct kvs_pool *pool, const char *name) {
   pool->layout.name = pool->name;
 }
 
+/* Kernels code, 16 bytes at a time. */
+static int check_coding(const struct kvs_engine *engine, const struct kvs_pool_layout *layout, struct kvs_error *err) {
+  const struct kvs_coding *coding = layout->coding;
+  const char *why = engine->disabled.kernel         ? "KVSWAP_DISABLE names 'kernel'"
+                    : !engine->device->info.kernels ? engine->device->info.kernels_note
+                                                    : NULL;
+  if (!coding) return KVS_OK;
+  if (why) return kvs_fail(err, KVS_UNSUPPORTED, "a coded pool needs kernels, and they are off: %s", why);
+  if (layout->block_nbytes != coding->coded_page_nbytes * coding->pages)
+    return kvs_fail(err, KVS_INVALID, "block_nbytes is %" PRIu64 "; a block is coded to %" PRIu64 " bytes",
+                    layout->block_nbytes, coding->coded_page_nbytes * coding->pages);
+  if ((layout->ptr | layout->stride | layout->pitch) % 16)
+    return kvs_fail(err, KVS_INVALID,
+                    "ptr is 0x%" PRIx64 ", stride %" PRIu64 " and pitch %" PRIu64
+                    ": of a coded pool they are multiples of 16",
+                    layout->ptr, layout->stride, layout->pitch);
+  if (!kvs_layout_has_pages(layout, coding->coded_page_nbytes))
+    return kvs_fail(err, KVS_INVALID,
+                    "rows of %" PRIu64 " bytes do not hold whole coded pages, which have %" PRIu64 " bytes",
+                    layout->block_nbytes / layout->rows, coding->coded_page_nbytes);
+  return KVS_OK;
+}
+
 static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
   struct kvs_engine *engine = pool->engine;
   pthread_mutex_lock(&engine->memory_lock);
@@ -132,7 +156,10 @@ int kvs_pool_open_within(struct kvs_engine *engine, const struct kvs_pool_layout
                          struct kvs_pool **opened, struct kvs_error *err) {
   struct kvs_pool_layout layout = *asked;
   int status = kvs_dev_check(engine->device, err);
+  if (layout.coding && !layout.block_nbytes)
+    layout.block_nbytes = layout.coding->coded_page_nbytes * layout.coding->pages;
   if (!status) status = kvs_layout_check(&layout, err);
+  if (!status) status = check_coding(engine, &layout, err);
   if (!status) status = check_group(engine, &layout, err);
   if (status) return status;
   struct kvs_pool *pool = calloc(1, sizeof *pool);
@@ -163,6 +190,7 @@ int kvs_pool_open_within(struct kvs_engine *engine, const struct kvs_pool_layout
     return status;
   }
   if (layout.group) kvs_pool_ref(layout.group);
+  if (layout.coding) (void)kvs_coding_ref(layout.coding);
   kvs_engine_ref(engine);
   *opened = pool;
   return KVS_OK;
@@ -190,6 +218,7 @@ void kvs_pool_unref(struct kvs_pool *pool) {
   take_out(pool);
   if (kvs_racecheck_on()) kvs_racecheck_forget_pool(pool->number);
   if (pool->layout.group) kvs_pool_unref(pool->layout.group);
+  kvs_coding_close((struct kvs_coding *)pool->layout.coding);
   pool_free(pool);
   kvs_engine_unref(engine);
 }

@@ -11,8 +11,10 @@
  * start dependencies are waited for on the burst stream alone, and the first stage overlaps the copies of the previous
  * transfer.
  *
+ * Blocks of coded pools are coded while they are packed or unpacked: a slot holds them as the host does.
+ *
  * After a refused driver call the state of a slot is unknown: the set is not used until both streams are idle, and the
- * copy engine repeats the transfer behind that work. */
+ * copy engine repeats the transfer behind that work, or the kernel what is coded. */
 #include <math.h>
 #include <string.h>
 
@@ -75,7 +77,7 @@ static size_t layer_group_end(const struct kvs_submission *s, size_t layer) {
 static int pack(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   struct kvs_scratch *scratch = work->scratch;
-  uint64_t most = s->slots->slot_nbytes;
+  uint64_t most = s->burst_nbytes;
   size_t *ends, nends = 0;
   if (work->packed) return KVS_OK;
   work->packed = true;
@@ -161,12 +163,25 @@ static void release(struct kvs_submission *s) {
   s->slots = NULL;
 }
 
-/* False, for example: both sets wait for other lanes. Layered transfers do not cut rows, so a slot must hold the
- * longest row. The slot size is known once the set is locked. */
-static bool take(struct kvs_submission *s) {
+/* A slot's bytes. The kernel that codes works on more than the slot holds, and has no more than a slot's either. */
+static uint64_t burst_nbytes(const struct kvs_submission *s) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
+  uint64_t nbytes = 0, packed = 0, slot = s->slots->slot_nbytes;
+  for (size_t i = 0; s->work->codings && i < rows->count; i++) {
+    nbytes += rows->items[i].nbytes;
+    packed += kvs_row_packed_nbytes(&rows->items[i]);
+  }
+  return packed < nbytes ? (uint64_t)((double)slot * (double)packed / (double)nbytes) : slot;
+}
+
+/* False, for example: both sets wait for other lanes. Layered transfers do not cut rows, nor do coded ones, so a burst
+ * must hold the longest row. The slot size is known once the set is locked. */
+static bool take(struct kvs_submission *s) {
   if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
-  if (s->slots && s->work->layered && kvs_longest_row(rows, 0, rows->count) > s->slots->slot_nbytes) release(s);
+  if (!s->slots) return false;
+  s->burst_nbytes = burst_nbytes(s);
+  bool whole = s->work->layered || s->work->codings;
+  if (whole && kvs_longest_packed(&s->work->scratch->rows) > s->burst_nbytes) release(s);
   return s->slots != NULL;
 }
 
@@ -228,26 +243,12 @@ static unsigned full_width(const struct kvs_submission *s) {
   return s->options->max_ctas ? s->options->max_ctas : (s->work->direction == KVS_D2H ? 2 : 4) * sms;
 }
 
-/* A list uploads its pieces. A grid uploads pairs that are not uploaded yet, if they are too many for kernel
- * parameters. */
+/* A list uploads its pieces, a grid its pairs. */
 static int upload(struct kvs_submission *s, const struct kvs_burst *burst, struct kvs_error *why) {
-  const struct kvs_packing *packing = &s->work->scratch->packing;
-  const struct kvs_staging *staging = s->transfer->staging;
-  size_t end = burst->first + burst->count, size = sizeof(struct kvs_piece);
-  uint64_t table = s->units.pieces;
-  if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() places all pairs */
-  if (!s->listed) {
-    if (burst->count <= KVS_INLINE_PAIRS || s->uploaded >= end) return KVS_OK;
-    if (!s->units.pairs) (void)kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs);
-    size = sizeof *packing->pairs;
-    table = s->units.pairs;
-  }
-  size_t at = (size_t)(table - staging->device), from = s->listed ? burst->first : s->uploaded;
-  if (!s->listed) {
-    memcpy((char *)(uintptr_t)staging->host + at + from * size, packing->pairs + from, (end - from) * size);
-    s->uploaded = end;
-  }
-  return kvs_upload(s, at + from * size, at + end * size, s->first, why);
+  const size_t end = burst->first + burst->count, size = sizeof(struct kvs_piece);
+  if (!s->listed) return kvs_place_pairs(s, burst->first, end, s->first, why);
+  size_t at = (size_t)(s->units.pieces - s->transfer->staging->device);
+  return kvs_upload(s, at + burst->first * size, at + end * size, s->first, why);
 }
 
 static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint64_t slot, kvs_stream stream,
@@ -260,12 +261,13 @@ static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint6
   }
   units.rows += burst->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)burst->nrows;
-  units.parts = (uint32_t)kvs_burst_parts(&s->work->scratch->rows, burst, &units.piece);
   bool placed = s->work->on_device.ids || burst->count > KVS_INLINE_PAIRS;
   units.pairs = placed ? units.pairs + burst->first * sizeof(struct kvs_pair) : 0;
   units.npairs = (uint32_t)burst->count;
   units.slot = slot;
   units.before = s->work->scratch->rows.items[burst->first_row].before;
+  if (s->work->codings) return kvs_launch_code(s, &units, burst->first_row, burst->first, width.ctas, stream, why);
+  units.parts = (uint32_t)kvs_burst_parts(&s->work->scratch->rows, burst, &units.piece);
   return kvs_launch_units(s, &units, (uint64_t)burst->nrows * units.parts * burst->count, burst->first, &width, stream,
                           why);
 }
@@ -346,9 +348,10 @@ static int issue_burst(struct kvs_submission *s, struct kvs_piece *pieces, const
 static int issue_grid(struct kvs_submission *s, struct kvs_error *why) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
   struct kvs_cutter cutter =
-      kvs_cut_grid(packing, s->first_row, s->rows_end, s->work->direction, s->slots->slot_nbytes, s->work->layered);
+      kvs_cut_grid(packing, s->first_row, s->rows_end, s->work->direction, s->burst_nbytes, s->work->layered);
   struct kvs_burst burst;
   int status = kvs_place_rows(s, s->first, why);
+  if (!status) status = kvs_place_codings(s, s->first, why);
   while (!status && kvs_cut_next(&cutter, packing, &burst)) status = issue_burst(s, NULL, &burst, why);
   return status;
 }
@@ -417,15 +420,20 @@ static void close_bursts(struct kvs_submission *s) {
   if (kvs_is_lost(why.status)) kvs_stop_issuing(s, &why);
 }
 
-/* The host does not know the copies of ids on the device. */
+/* The host does not know the copies of ids on the device. What is coded goes by a kernel, which takes the host's
+ * addresses as they are. */
 static enum kvs_path after_refusal(const struct kvs_submission *s) {
-  return s->work->on_device.ids ? KVS_PATH_AUTO : KVS_PATH_DMA;
+  const struct kvs_work *work = s->work;
+  if (work->on_device.ids) return KVS_PATH_AUTO;
+  if (!work->codings) return KVS_PATH_DMA;
+  return kvs_regions_aliased(&work->scratch->regions) ? KVS_PATH_AUTO : KVS_PATH_KERNEL;
 }
 
 const struct kvs_path_ops kvs_path_burst = {
     .name = "burst",
     .needs_kernels = true,
     .needs_pinned = true,
+    .codes = true,
     .rows = true,
     .has_extra = true,
     .has_run = true,

@@ -60,6 +60,7 @@ bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *o
 /* -- AUTO ---------------------------------------------------------------------------------------------------------- */
 
 static bool can_serve(const struct kvs_submission *s, const struct kvs_path_ops *row) {
+  if (s->work->codings && !row->codes) return false;
   if (row->needs_host_ids && s->work->on_device.ids) return false;
   if (row->needs_kernels && kvs_kernels_off(s->engine)) return false;
   return !row->fits || row->fits(s);
@@ -99,8 +100,21 @@ static int fastest(struct kvs_submission *s, enum kvs_path *best) {
   return status;
 }
 
+/* Coded rows: no time is predicted. */
+static int pick_coding(struct kvs_submission *s, enum kvs_path *path) {
+  for (int i = 1; i < KVS_PATHS; i++) {
+    if (!can_serve(s, kvs_paths[i])) continue;
+    *path = (enum kvs_path)i;
+    return KVS_OK;
+  }
+  const char *why = kvs_kernels_off(s->engine);
+  return kvs_fail(s->err, KVS_UNSUPPORTED, "pool '%s' is coded, which needs kernels: %s", s->work->coded_pool,
+                  why ? why : "no path can serve this transfer");
+}
+
 /* A path may claim a transfer. Later rows are asked first: what no other path claims is dma's. */
 static int pick(struct kvs_submission *s, enum kvs_path *path) {
+  if (s->work->codings) return pick_coding(s, path);
   for (int i = KVS_PATHS - 1; i > 0; i--) {
     const struct kvs_path_ops *row = kvs_paths[i];
     if (row->needs_host_ids && s->work->on_device.ids) continue;
@@ -146,6 +160,10 @@ static int refuse_ids(const struct kvs_submission *s, const struct kvs_path_ops 
 
 static int refuse(const struct kvs_submission *s, const struct kvs_path_ops *row) {
   char room[KVS_BURST_NOTE];
+  if (s->work->codings && !row->codes)
+    return kvs_fail(s->err, KVS_UNSUPPORTED,
+                    "path '%s' moves bytes as they are, and pool '%s' is coded: use path 'auto', 'burst' or 'kernel'",
+                    row->name, s->work->coded_pool);
   if (row->needs_threads && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is for host devices, and %s is none: use path 'auto'",
                     row->name, s->engine->name);
@@ -198,7 +216,7 @@ int kvs_prepare_path(struct kvs_submission *s) {
   const struct kvs_path_ops *row = kvs_paths[s->transfer->path];
   int status = row->prepare(s);
   bool no_memory = status == KVS_NOMEM || status == KVS_REFUSED;
-  if (!no_memory || !s->picked || !row->needs_kernels || s->work->on_device.ids) return status;
+  if (!no_memory || !s->picked || !row->needs_kernels || s->work->on_device.ids || s->work->codings) return status;
   s->transfer->path = row->after_refusal(s); /* needs no GPU memory, of which there may be none */
   return kvs_paths[s->transfer->path]->prepare(s);
 }

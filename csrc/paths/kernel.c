@@ -157,18 +157,26 @@ static double predict(const struct kvs_submission *s) {
 
 /* A kernel that knows no single copy takes the addresses of the host as they are. */
 static int check(const struct kvs_submission *s) {
-  if (!s->work->on_device.ids || !kvs_regions_aliased(&s->work->scratch->regions)) return KVS_OK;
+  const struct kvs_work *work = s->work;
+  if (!kvs_regions_aliased(&work->scratch->regions)) return KVS_OK;
+  if (work->codings)
+    return kvs_fail(s->err, KVS_UNSUPPORTED,
+                    "pool '%s' is coded: path 'kernel' then needs host memory that the device sees at the host's own "
+                    "addresses; allocate it by the device, or use path 'burst'",
+                    work->coded_pool);
+  if (!work->on_device.ids) return KVS_OK;
   return kvs_fail(s->err, KVS_UNSUPPORTED,
                   "%s is on the device: path 'kernel' then needs host memory that the device sees at the host's own "
                   "addresses; allocate it by the device, or pass ids.cpu()",
-                  s->work->on_device.name);
+                  work->on_device.name);
 }
 
 /* -- preparing and issuing ----------------------------------------------------------------------------------------- */
 
 static bool wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
-  return kvs_needs_list(s) || (!work->on_device.ids && work->shape.pieces < work->shape.rows);
+  bool rows = work->on_device.ids || work->codings;
+  return kvs_needs_list(s) || (!rows && work->shape.pieces < work->shape.rows);
 }
 
 static int prepare(struct kvs_submission *s) {
@@ -178,16 +186,6 @@ static int prepare(struct kvs_submission *s) {
   s->units = (struct kvs_units){.parts = (uint32_t)((longest - 1) / KVS_KERNEL_PIECE + 1),
                                 .piece = (uint32_t)kvs_plan_part(longest, KVS_KERNEL_PIECE)};
   return kvs_prepare_grid(s);
-}
-
-static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
-  const struct kvs_packing *packing = &s->work->scratch->packing;
-  size_t from = s->staged;
-  if (s->work->on_device.ids) return kvs_resolve_ids(s, s->lane->stream, why);
-  if (s->units.pairs || packing->npairs <= KVS_INLINE_PAIRS) return KVS_OK;
-  memcpy(kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs), packing->pairs,
-         packing->npairs * sizeof *packing->pairs);
-  return kvs_upload(s, from, s->staged, s->lane->stream, why);
 }
 
 static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
@@ -209,11 +207,14 @@ static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   if (s->work->nslots == 0) return kvs_resolve_ids(s, s->lane->stream, why);
   if (nrows == 0) return KVS_OK;
   int status = kvs_place_rows(s, s->lane->stream, why);
-  if (!status) status = place_pairs(s, why);
+  if (!status) status = kvs_resolve_ids(s, s->lane->stream, why);
+  if (!status) status = kvs_place_pairs(s, 0, s->work->scratch->packing.npairs, s->lane->stream, why);
+  if (!status) status = kvs_place_codings(s, s->lane->stream, why);
   if (status) return status;
   struct kvs_units units = s->units;
   units.rows += s->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)nrows;
+  if (s->work->codings) return kvs_launch_code(s, &units, s->first_row, 0, most_ctas(s), s->lane->stream, why);
   return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->stream, why);
 }
 
@@ -227,9 +228,10 @@ static size_t layer_group_end(const struct kvs_submission *s, size_t layer) {
   return end;
 }
 
-/* The host does not know the copies of ids on the device; a caller who named the path is told. */
+/* The host does not know the copies of ids on the device, and cannot code; a caller who named the path is told. */
 static enum kvs_path after_refusal(const struct kvs_submission *s) {
-  return s->work->on_device.ids || s->options->path == KVS_PATH_KERNEL ? KVS_PATH_AUTO : KVS_PATH_DMA;
+  const struct kvs_work *work = s->work;
+  return work->on_device.ids || work->codings || s->options->path == KVS_PATH_KERNEL ? KVS_PATH_AUTO : KVS_PATH_DMA;
 }
 
 const struct kvs_path_ops kvs_path_kernel = {
@@ -237,6 +239,7 @@ const struct kvs_path_ops kvs_path_kernel = {
     .needs_kernels = true,
     .needs_pinned = true,
     .needs_peer_access = true,
+    .codes = true,
     .rows = true,
     .has_run = true,
     .cost = cost,

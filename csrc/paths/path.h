@@ -32,6 +32,8 @@ struct kvs_path_ops {
   bool needs_pinned;      /* kernels reach no pageable host memory */
   bool needs_peer_access; /* kernels reach memory of another device only with peer access */
 
+  bool codes; /* it can move blocks of coded pools. AUTO takes the first such row that can serve */
+
   /* Forms of the plan that calls make for it. Copies can always be made. */
   bool rows;  /* rows and pairs of slots, at once */
   bool rects; /* rows at equal pitch */

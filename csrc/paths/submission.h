@@ -24,9 +24,10 @@ struct kvs_submission {
   struct kvs_units units;           /* what the kernels read, in device memory */
   const struct kvs_path_ops *taken; /* the path that holds something (take), until it is released; NULL: none does */
   struct kvs_slots *slots;          /* burst: locked while the path is taken; NULL: none */
+  uint64_t burst_nbytes;            /* burst: most bytes of one, in its slot */
   kvs_stream first;                 /* burst: the stream of the first stage */
   bool ahead;                       /* start dependencies are waited for on the burst stream only */
-  size_t uploaded;                  /* burst: number of pairs uploaded or being uploaded */
+  size_t uploaded;                  /* number of pairs uploaded or being uploaded */
   bool begun;                       /* burst: the first burst is queued */
   uint64_t most_unbroken;           /* bytes that the copy engine is given between two gaps */
   bool reads_early;                 /* the driver reads the source before its turn: kvs_await_source() */

@@ -18,6 +18,7 @@
 #include "lanes/peer.h"
 #include "lanes/read_ids.h"
 #include "lanes/transfer.h"
+#include "lanes/verdicts.h"
 #include "memory/watch.h"
 #include "paths/choose.h"
 #include "paths/copies.h"
@@ -66,7 +67,7 @@ static void try_again(struct kvs_submission *s, size_t layer, size_t end, const 
     kvs_fail_all(s, refusal);
     return;
   }
-  if (kvs_plan_copies(s, &why)) {
+  if (!s->work->codings && kvs_plan_copies(s, &why)) {
     kvs_fail_all(s, &why);
     return;
   }
@@ -283,6 +284,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = work->on_device.ids ? kvs_read_ids_new(s.transfer, &work->on_device, err) : KVS_OK;
+  if (!status && work->codings) status = kvs_verdicts_new(s.transfer, work, err);
   kvs_late_settle(engine);
   if (!status) status = submit(&s);
   if (status) {

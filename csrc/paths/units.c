@@ -8,6 +8,7 @@
 #include "lanes/buffers.h"
 #include "lanes/late.h"
 #include "lanes/read_ids.h"
+#include "lanes/verdicts.h"
 #include "paths/copies.h"
 #include "racecheck/racecheck.h"
 
@@ -56,7 +57,7 @@ bool kvs_kernels_allowed(const struct kvs_submission *s) {
 
 bool kvs_needs_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
-  if (work->on_device.ids) return false; /* the copies are not known */
+  if (work->on_device.ids || work->codings) return false; /* there are no single copies */
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
   return kvs_regions_aliased(&work->scratch->regions);
 }
@@ -90,6 +91,8 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   size_t all = work->nslots + (work->on_device.ids ? work->nlost : 0); /* kvs_resolve_ids() */
   if (status || !all || !rows->count) return status;
   size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
+  for (size_t i = 0; i < work->ncodings; i++) nbytes += work->codings[i].coding->nunits * sizeof(struct kvs_unit) + 16;
+  if (work->codings) nbytes += all * sizeof(uint32_t);
   if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
 }
@@ -107,7 +110,10 @@ int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error
            rows->count * sizeof *rows->items);
     status = kvs_upload(s, from, s->staged, stream, why);
   }
-  if (status) s->units.rows = 0;
+  if (status) {
+    s->units.rows = 0;
+    s->staged = from; /* another path may place them again */
+  }
   return status;
 }
 
@@ -118,6 +124,43 @@ size_t kvs_place_list(struct kvs_submission *s, bool aliased, struct kvs_piece *
   s->staged = before + rounded(count * sizeof *list);
   *pieces = list;
   return count;
+}
+
+int kvs_place_pairs(struct kvs_submission *s, size_t first, size_t end, kvs_stream stream, struct kvs_error *why) {
+  const struct kvs_packing *packing = &s->work->scratch->packing;
+  const struct kvs_staging *staging = s->transfer->staging;
+  size_t size = sizeof *packing->pairs, from = s->uploaded;
+  if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() places all pairs */
+  if (end - first <= KVS_INLINE_PAIRS || from >= end) return KVS_OK;
+  if (!s->units.pairs) (void)kvs_stage(s, packing->npairs * size, &s->units.pairs);
+  size_t at = (size_t)(s->units.pairs - staging->device);
+  memcpy((char *)(uintptr_t)staging->host + at + from * size, packing->pairs + from, (end - from) * size);
+  int status = kvs_upload(s, at + from * size, at + end * size, stream, why);
+  if (!status) s->uploaded = end;
+  return status;
+}
+
+/* The kernel writes verdicts to the host's side of staging, which the driver maps into every context. */
+int kvs_place_codings(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
+  struct kvs_work *work = s->work;
+  struct kvs_verdicts *verdicts = s->transfer->verdicts;
+  size_t from = s->staged, npairs = work->scratch->packing.npairs;
+  uint64_t unused;
+  if (!work->codings || verdicts->words) return KVS_OK;
+  for (size_t i = 0; i < work->ncodings; i++) {
+    const struct kvs_coding *coding = work->codings[i].coding;
+    size_t nbytes = coding->nunits * sizeof *coding->units;
+    memcpy(kvs_stage(s, nbytes, &work->codings[i].units), coding->units, nbytes);
+  }
+  int status = kvs_upload(s, from, s->staged, stream, why);
+  if (status) {
+    s->staged = from;
+    return status;
+  }
+  uint32_t *words = kvs_stage(s, npairs * sizeof *words, &unused);
+  memset(words, 0, npairs * sizeof *words);
+  kvs_verdicts_place(verdicts, &work->scratch->packing, words);
+  return KVS_OK;
 }
 
 /* -- launching ------------------------------------------------------------------------------------------------- */
@@ -160,6 +203,42 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
     memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
   }
   return kvs_dev_launch(s->device, &launch, stream, why);
+}
+
+/* Rows of one coding. */
+static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *units, size_t npairs, size_t first_row,
+                           size_t first_pair, unsigned ctas, kvs_stream stream, struct kvs_error *why) {
+  const struct kvs_packing *packing = &s->work->scratch->packing;
+  const struct kvs_row_coding *coding = &s->work->codings[s->work->scratch->rows.items[first_row].coding];
+  struct kvs_code_params params = {.units = *units,
+                                   .table = coding->units,
+                                   .verdicts = (uint64_t)(uintptr_t)(s->transfer->verdicts->words + first_pair),
+                                   .valid_nbytes = UINT64_MAX,
+                                   .by_src = s->work->direction == KVS_H2D};
+  params.units.parts = (uint32_t)coding->coding->nunits;
+  params.count = (uint64_t)units->nrows * params.units.parts * npairs;
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_CODE,
+                              .grid = least(ctas, params.count),
+                              .threads = THREADS,
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  if (!units->pairs) memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
+  return kvs_dev_launch(s->device, &launch, stream, why);
+}
+
+int kvs_launch_code(struct kvs_submission *s, const struct kvs_units *units, size_t first_row, size_t first_pair,
+                    unsigned ctas, kvs_stream stream, struct kvs_error *why) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  size_t npairs = units->slot ? units->npairs : s->work->scratch->packing.npairs, end = first_row + units->nrows;
+  int status = KVS_OK;
+  for (size_t row = first_row, next; !status && row < end; row = next) {
+    struct kvs_units part = *units;
+    next = kvs_rows_of_a_coding(rows, row, end);
+    part.rows += (row - first_row) * sizeof(struct kvs_row);
+    part.nrows = (uint32_t)(next - row);
+    status = launch_a_coding(s, &part, npairs, row, first_pair, ctas, stream, why);
+  }
+  return status;
 }
 
 /* -- ids on the device ----------------------------------------------------------------------------------------- */

@@ -33,6 +33,15 @@ int kvs_resolve_ids(struct kvs_submission *, kvs_stream, struct kvs_error *why);
 /* After a refusal of that: bring ids of destinations back by a plain copy, since the slots that they name are lost. */
 void kvs_fetch_ids(struct kvs_submission *);
 
+/* Upload the pairs before `end`, unless they are there or few enough to go as parameters. */
+int kvs_place_pairs(struct kvs_submission *, size_t first, size_t end, kvs_stream, struct kvs_error *why);
+
+/* Coded transfers, once: what the kernel needs beside rows and pairs. */
+int kvs_place_codings(struct kvs_submission *, kvs_stream, struct kvs_error *why);
+/* Launch kernels that code rows [first_row, first_row + nrows) of *units, whose pairs begin with first_pair. */
+int kvs_launch_code(struct kvs_submission *, const struct kvs_units *, size_t first_row, size_t first_pair,
+                    unsigned ctas, kvs_stream, struct kvs_error *why);
+
 /* Launch a kernel that copies `count` units. Pairs that are not in device memory go as parameters, from `first_pair`
  * on. Limits: `ctas` CTAs, gbps (0: unpaced). chunk: bytes of a stage of RING. */
 struct kvs_width {

@@ -94,9 +94,8 @@ bool kvs_layouts_overlap(const struct kvs_pool_layout *a, const struct kvs_pool_
   return true;
 }
 
-int kvs_layout_check_part(const struct kvs_part *part, size_t index, const struct kvs_pool_layout *src,
-                          const struct kvs_pool_layout *dst, struct kvs_error *err) {
-  uint64_t end, block = src->block_nbytes < dst->block_nbytes ? src->block_nbytes : dst->block_nbytes;
+int kvs_layout_check_part(const struct kvs_part *part, size_t index, uint64_t block, struct kvs_error *err) {
+  uint64_t end;
   if (part->rows == 0 || part->row_nbytes == 0)
     return kvs_fail(err, KVS_INVALID, "parts[%zu] has %" PRIu64 " rows of %" PRIu64 " bytes: at least 1 of each", index,
                     part->rows, part->row_nbytes);
@@ -115,8 +114,7 @@ int kvs_layout_check_part(const struct kvs_part *part, size_t index, const struc
 
 /* -- runs ------------------------------------------------------------------------------------------------------ */
 
-/* Offset in memory of a block's byte, from the block's start. */
-static uint64_t place_of(const struct kvs_pool_layout *layout, uint64_t byte) {
+uint64_t kvs_layout_place(const struct kvs_pool_layout *layout, uint64_t byte) {
   uint64_t row = row_nbytes(layout);
   return byte / row * layout->pitch + byte % row;
 }
@@ -124,6 +122,10 @@ static uint64_t place_of(const struct kvs_pool_layout *layout, uint64_t byte) {
 static uint64_t left_in_row(const struct kvs_pool_layout *layout, uint64_t byte) {
   if (layout->rows == 1 || layout->pitch == row_nbytes(layout)) return UINT64_MAX; /* contiguous rows */
   return row_nbytes(layout) - byte % row_nbytes(layout);
+}
+
+bool kvs_layout_has_pages(const struct kvs_pool_layout *layout, uint64_t page_nbytes) {
+  return left_in_row(layout, 0) == UINT64_MAX || row_nbytes(layout) % page_nbytes == 0;
 }
 
 /* Extend the last run by a row if the row continues it. */
@@ -168,7 +170,7 @@ int kvs_layout_runs(const struct kvs_part *part, const struct kvs_pool_layout *s
       uint64_t n = left, src_left = left_in_row(src, byte), dst_left = left_in_row(dst, byte);
       if (src_left < n) n = src_left;
       if (dst_left < n) n = dst_left;
-      int status = append(runs, from, place_of(src, byte), place_of(dst, byte), n, err);
+      int status = append(runs, from, kvs_layout_place(src, byte), kvs_layout_place(dst, byte), n, err);
       if (status) return status;
       byte += n;
       left -= n;

@@ -30,9 +30,13 @@ static inline uint64_t kvs_part_end(const struct kvs_part *part) {
   return part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes;
 }
 
-/* Check a part against its pair of pools; `index` is for the message. */
-int kvs_layout_check_part(const struct kvs_part *part, size_t index, const struct kvs_pool_layout *src,
-                          const struct kvs_pool_layout *dst, struct kvs_error *err);
+/* Check a part of blocks of so many bytes; `index` is for the message. */
+int kvs_layout_check_part(const struct kvs_part *part, size_t index, uint64_t block_nbytes, struct kvs_error *err);
+
+/* Offset in memory of a block's byte, from the block's start. */
+uint64_t kvs_layout_place(const struct kvs_pool_layout *layout, uint64_t byte);
+/* Whether no row of a block ends within one of its pages of so many bytes. */
+bool kvs_layout_has_pages(const struct kvs_pool_layout *layout, uint64_t page_nbytes);
 
 /* Append the runs of a checked part, as few as possible. */
 int kvs_layout_runs(const struct kvs_part *part, const struct kvs_pool_layout *src, const struct kvs_pool_layout *dst,

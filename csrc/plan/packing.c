@@ -74,13 +74,13 @@ static void sort_rows(struct kvs_rows *rows, enum kvs_direction direction) {
 
 static int cut_rows(struct kvs_rows *rows, uint64_t most, struct kvs_error *err) {
   size_t count = rows->count, total = 0;
-  for (size_t i = 0; i < count; i++) total += (size_t)((rows->items[i].nbytes - 1) / most) + 1;
+  for (size_t i = 0; i < count; i++) total += (size_t)((kvs_row_packed_nbytes(&rows->items[i]) - 1) / most) + 1;
   if (total == count) return KVS_OK;
   int status = kvs_rows_reserve(rows, total, err);
   if (status) return status;
   for (size_t i = count, at = total; i-- > 0;) { /* backwards, since the parts overwrite their sources */
     struct kvs_row row = rows->items[i];
-    uint64_t parts = (row.nbytes - 1) / most + 1;
+    uint64_t parts = (kvs_row_packed_nbytes(&row) - 1) / most + 1;
     for (uint64_t part = parts; part-- > 0;) {
       struct kvs_row *cut = &rows->items[--at];
       *cut = row;
@@ -109,11 +109,12 @@ int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t 
   uint64_t before = 0;
   for (size_t i = 0, next = 0; i < rows->count; i++) {
     struct kvs_row *row = &rows->items[i];
-    uint64_t host = kvs_row_host(row, direction), stride = kvs_row_host_stride(row, direction);
+    uint64_t host = kvs_row_host(row, direction), stride = kvs_row_host_stride(row, direction),
+             nbytes = kvs_row_packed_nbytes(row);
     bool apart = false;
     for (; next < nends && ends[next] <= i; next++) apart = true;
     if (!group || apart || host != group->host + group->nbytes || stride != group->host_stride ||
-        group->nbytes + row->nbytes > most) {
+        group->nbytes + nbytes > most) {
       if (group) {
         end_group(rows, group);
         before += group->nbytes;
@@ -123,7 +124,7 @@ int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t 
     }
     row->packed = group->nbytes;
     row->before = before;
-    group->nbytes += row->nbytes;
+    group->nbytes += nbytes;
     group->count++;
   }
   if (group) end_group(rows, group);
@@ -287,6 +288,20 @@ uint64_t kvs_longest_row(const struct kvs_rows *rows, size_t first, size_t count
   for (size_t i = first; i < first + count; i++)
     if (rows->items[i].nbytes > longest) longest = rows->items[i].nbytes;
   return longest;
+}
+
+uint64_t kvs_longest_packed(const struct kvs_rows *rows) {
+  uint64_t longest = 0;
+  for (size_t i = 0; i < rows->count; i++)
+    if (kvs_row_packed_nbytes(&rows->items[i]) > longest) longest = kvs_row_packed_nbytes(&rows->items[i]);
+  return longest;
+}
+
+size_t kvs_rows_of_a_coding(const struct kvs_rows *rows, size_t first, size_t end) {
+  const struct kvs_row *one = &rows->items[first];
+  size_t next = first + 1;
+  while (next < end && rows->items[next].coding == one->coding) next++;
+  return next;
 }
 
 /* The kernel numbers its units with 32 bits, including a step beyond the end. One part a row is always few enough,

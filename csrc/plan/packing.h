@@ -24,6 +24,14 @@ static inline void kvs_rows_push(struct kvs_rows *rows, const struct kvs_row *ro
 /* Bytes of the longest row in [first, first + count). */
 uint64_t kvs_longest_row(const struct kvs_rows *rows, size_t first, size_t count);
 
+/* Bytes on the host's side, and in a slot. */
+static inline uint64_t kvs_row_packed_nbytes(const struct kvs_row *row) {
+  return row->coded_nbytes ? row->coded_nbytes : row->nbytes;
+}
+uint64_t kvs_longest_packed(const struct kvs_rows *rows);
+/* One past the last row of [first, end) that is coded as the first one is. */
+size_t kvs_rows_of_a_coding(const struct kvs_rows *rows, size_t first, size_t end);
+
 /* Host address of a row in slot 0, and the distance of its slots. */
 static inline uint64_t kvs_row_host(const struct kvs_row *row, enum kvs_direction direction) {
   return direction == KVS_D2H ? row->dst : row->src;
@@ -53,9 +61,9 @@ void kvs_packing_free(struct kvs_packing *packing);
 /* Get a buffer for that many ends of kvs_pack_rows(). */
 int kvs_packing_ends(struct kvs_packing *packing, size_t count, size_t **ends, struct kvs_error *err);
 
-/* Sort the rows by host address (dst of a D2H transfer, src otherwise), divide rows of more than `most` bytes, group
- * them, and set each row's position in the slot. `ends` (`nends` entries, or NULL): rows keep their order and no group
- * crosses an end; no row may then exceed `most` bytes. */
+/* Sort the rows by host address (dst of a D2H transfer, src otherwise), divide rows of more than `most` bytes (a coded
+ * row has no more), group them, and set each row's position in the slot. `ends` (`nends` entries, or NULL): rows keep
+ * their order and no group crosses an end; no row may then exceed `most` bytes. */
 int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t most, const size_t *ends, size_t nends,
                   struct kvs_packing *packing, struct kvs_error *err);
 

@@ -1,5 +1,5 @@
 /* Codecs by the CPU, for kvswap.codecs, which checks arrays: here are addresses. A coding is a capsule. */
-#include "../kvswap_codec.h"
+#include "codec.h"
 #include "args.h"
 #include "errors.h"
 #include "module.h"
@@ -7,9 +7,9 @@
 static const char capsule_name[] = "kvswap._C._Coding";
 static const char *const kind_names[] = {"raw", "bf16", "fp16", "e4m3", "e5m2", "fp32"};
 
-static struct kvs_coding *coding_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, capsule_name); }
+struct kvs_coding *kvs_py_coding_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, capsule_name); }
 
-static void drop(PyObject *capsule) { kvs_coding_close(coding_of(capsule)); }
+static void drop(PyObject *capsule) { kvs_coding_close(kvs_py_coding_of(capsule)); }
 
 /* (offset, nbytes, kind, codec or None); the text lives as long as the tuple. */
 static int read_field(PyObject *item, Py_ssize_t index, struct kvs_field *field) {
@@ -59,7 +59,7 @@ static PyObject *coding_open(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyObject *coding_info(PyObject *module, PyObject *capsule) {
   (void)module;
-  const struct kvs_coding *coding = coding_of(capsule);
+  const struct kvs_coding *coding = kvs_py_coding_of(capsule);
   struct kvs_coding_info info;
   if (coding == NULL) return NULL;
   kvs_coding_get_info(coding, &info);
@@ -74,7 +74,7 @@ static const char *const names[] = {"coding",       "blocks", "stride",   "page_
                                     "coded_stride", "count",  "verdicts", "valid_nbytes"};
 
 static int read_call(PyObject *const *values, uint64_t numbers[ARGUMENTS], int last, struct kvs_coding **coding) {
-  *coding = coding_of(values[CODING]);
+  *coding = kvs_py_coding_of(values[CODING]);
   if (*coding == NULL) return -1;
   for (int i = BLOCKS; i <= last; ++i)
     if (kvs_py_uint64(values[i], names[i], -1, &numbers[i]) < 0) return -1;

@@ -48,9 +48,10 @@ struct kvs_py_event {
 struct kvs_py_pool {
   PyObject_HEAD
   struct kvs_pool *pool;
-  PyObject *hold;  /* list: the tensor and its exporter; a HostPool's buffer; NULL for a plain address */
-  PyObject *group; /* a Pool, or NULL */
-  bool readonly;   /* it cannot be a destination */
+  PyObject *hold;   /* list: the tensor and its exporter; a HostPool's buffer; NULL for a plain address */
+  PyObject *group;  /* a Pool, or NULL */
+  PyObject *coding; /* a kvswap.codecs.Coding, or NULL */
+  bool readonly;    /* it cannot be a destination */
 };
 
 struct kvs_py_any_transfer { /* Transfer and FileTransfer */

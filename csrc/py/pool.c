@@ -4,6 +4,7 @@
 #include "../base/wait.h"
 #include "address.h"
 #include "args.h"
+#include "codec.h"
 #include "errors.h"
 #include "module.h"
 #include "objects.h"
@@ -18,7 +19,7 @@ static struct kvs_py_pool *as_pool(PyObject *self) { return (struct kvs_py_pool 
 
 /* -- making one ---------------------------------------------------------------------------------------------------- */
 
-enum { DEVICE, PTR, NUM_BLOCKS, BLOCK_NBYTES, STRIDE, ROWS, PITCH, GROUP, NAME, ARGUMENTS };
+enum { DEVICE, PTR, NUM_BLOCKS, BLOCK_NBYTES, STRIDE, ROWS, PITCH, GROUP, NAME, CODING, ARGUMENTS };
 
 static int read_numbers(PyObject *const *values, struct kvs_pool_layout *layout) {
   if (kvs_py_uint64(values[NUM_BLOCKS], "num_blocks", -1, &layout->num_blocks) < 0) return -1;
@@ -50,6 +51,20 @@ static int read_group(struct kvs_py_state *state, PyObject *value, struct kvs_po
     return kvs_py_complain(PyExc_TypeError, "group", -1, "must be a Pool or None, not %s", Py_TYPE(value)->tp_name);
   layout->group = kvs_py_pool_core(value);
   return 0;
+}
+
+/* The coding of a kvswap.codecs.Coding. */
+static int read_coding(PyObject *value, struct kvs_pool_layout *layout) {
+  if (!kvs_py_given(value)) return 0;
+  PyObject *capsule = PyObject_GetAttrString(value, "_coding");
+  if (capsule != NULL) layout->coding = kvs_py_coding_of(capsule);
+  if (layout->coding == NULL) {
+    PyErr_Clear();
+    (void)kvs_py_complain(PyExc_TypeError, "coding", -1, "must be a kvswap.codecs.Coding or None, not %s",
+                          Py_TYPE(value)->tp_name);
+  }
+  Py_XDECREF(capsule); /* `value` holds it */
+  return layout->coding == NULL ? -1 : 0;
 }
 
 /* Bytes from the first byte of the first block to the last byte of the last block; UINT64_MAX on overflow. */
@@ -102,7 +117,9 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   layout->ptr = address.ptr;
   self->readonly = address.readonly;
   if (read_numbers(values, layout) < 0 || read_name(values[NAME], layout) < 0) return -1;
+  if (read_coding(values[CODING], layout) < 0) return -1;
   if (read_group(state, values[GROUP], layout) < 0 || check_cover(layout, address.nbytes) < 0) return -1;
+  if (layout->coding != NULL) self->coding = Py_NewRef(values[CODING]);
   if (layout->group != NULL) self->group = Py_NewRef(values[GROUP]);
   return 0;
 }
@@ -164,14 +181,14 @@ static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, stru
 }
 
 static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"device", "ptr",   "num_blocks", "block_nbytes", "stride",
-                          "rows",   "pitch", "group",      "name",         NULL};
+  static char *names[] = {"device", "ptr",   "num_blocks", "block_nbytes", "stride", "rows",
+                          "pitch",  "group", "name",       "coding",       NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_pool_layout layout = {0};
   PyObject *values[ARGUMENTS] = {NULL};
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OO$OOOOO:Pool", names, &values[DEVICE], &values[PTR],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OO$OOOOOO:Pool", names, &values[DEVICE], &values[PTR],
                                    &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE], &values[ROWS],
-                                   &values[PITCH], &values[GROUP], &values[NAME]))
+                                   &values[PITCH], &values[GROUP], &values[NAME], &values[CODING]))
     return NULL;
   bool counted = kvs_py_given(values[NUM_BLOCKS]) && kvs_py_given(values[BLOCK_NBYTES]);
   PyObject *counts = counted ? NULL : read_counts(values);
@@ -207,23 +224,26 @@ static int pool_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(as_pool(self)->hold);
   Py_VISIT(as_pool(self)->group);
+  Py_VISIT(as_pool(self)->coding);
   return 0;
 }
 
 static int pool_clear(PyObject *self) {
   Py_CLEAR(as_pool(self)->hold);
   Py_CLEAR(as_pool(self)->group);
+  Py_CLEAR(as_pool(self)->coding);
   return 0;
 }
 
 static void pool_dealloc(PyObject *self) {
   struct kvs_pool *pool = kvs_py_pool_core(self);
-  PyObject *hold = as_pool(self)->hold, *group = as_pool(self)->group;
+  PyObject *hold = as_pool(self)->hold, *group = as_pool(self)->group, *coding = as_pool(self)->coding;
   PyObject_GC_UnTrack(self);
   kvs_py_object_free(self);
   if (pool != NULL) {
     KVS_PY_NO_GIL(kvs_pool_unref(pool)); /* a submission may hold the lock of the pools */
   }
+  Py_XDECREF(coding);
   Py_XDECREF(group);
   Py_XDECREF(hold);
 }
@@ -260,6 +280,12 @@ static PyObject *pool_group(PyObject *self, void *unused) {
   return Py_NewRef(group != NULL ? group : Py_None);
 }
 
+static PyObject *pool_coding(PyObject *self, void *unused) {
+  (void)unused;
+  PyObject *coding = as_pool(self)->coding;
+  return Py_NewRef(coding != NULL ? coding : Py_None);
+}
+
 static PyObject *pool_name(PyObject *self, void *unused) {
   struct kvs_pool_layout layout;
   (void)unused;
@@ -272,7 +298,7 @@ static PyObject *pool_name(PyObject *self, void *unused) {
 PyDoc_STRVAR(
     pool_doc,
     "Pool(device, ptr, num_blocks=None, block_nbytes=None, *, stride=None, rows=1, pitch=0, group=None, "
-    "name=None)\n--\n\n"
+    "name=None, coding=None)\n--\n\n"
     "Blocks in memory. kvswap records the accesses to each slot, so that move_blocks() orders transfers between "
     "pools.\n\n"
     "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the\n"
@@ -286,7 +312,10 @@ PyDoc_STRVAR(
     "layer-first cache,\n"
     "  or K and V in separate halves.\n"
     "group: another Pool of as many blocks: slot i of both is one block, ordered as one. name: for messages, 1 to 31\n"
-    "  bytes; None: 'pool N'.\n\n"
+    "  bytes; None: 'pool N'.\n"
+    "coding: kvswap.codecs.Coding: the pool, in host memory, holds coded blocks, and block_nbytes is\n"
+    "  coding.coded_nbytes; ptr, stride and pitch are multiples of 16. A transfer from memory of the device codes on\n"
+    "  the way, one back decodes; its parts are named in bytes that are not coded, whole pages each.\n\n"
     "Pools of one device must not share bytes. ValueError: a layout that does not fit, or unknown memory.\n"
     "Any thread may use it.");
 
@@ -300,6 +329,7 @@ static PyGetSetDef getset[] = {
     {"pitch", pool_number, NULL, "int: bytes from row to row.", (void *)(uintptr_t)PITCH},
     {"group", pool_group, NULL, "Pool: the one given as group=, or None.", NULL},
     {"name", pool_name, NULL, "str: for messages.", NULL},
+    {"coding", pool_coding, NULL, "Coding: the one given as coding=, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

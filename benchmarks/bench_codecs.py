@@ -1,0 +1,175 @@
+"""Coded transfers beside uncoded bursts and one bare copy of as many bytes of KV, in turns; and what the kernels take.
+
+Blocks lie scattered on the GPU. On the host they are one run, or in random order (--host random). Values are normal
+numbers, or real keys and values (--kv FILE.npz with arrays k and v of bf16 as uint16). Every byte is compared: of
+`exact` with what was stored, of the others with a second pass. Needs torch with CUDA.
+
+    python benchmarks/bench_codecs.py [--kv FILE] [--host run|random] [--beside] [--kernels]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvswap
+from kvswap.codecs import CODECS, Coding
+
+SHAPES = {"64x32k": (64, 32 << 10), "32x64k": (32, 64 << 10), "80x8k": (80, 8 << 10)}
+NBYTES = 1 << 30
+LIMIT = 60.0
+SPREAD = 2
+
+
+def values(nbytes: int, file: str | None, seed: int) -> torch.Tensor:
+    """bf16 on the GPU, as bytes; real ones are repeated, whole pages of a token at a time."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    if file is None:
+        made = torch.randn(nbytes // 2, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return made.view(torch.uint8)
+    with np.load(file) as found:
+        flat = np.concatenate([np.moveaxis(found[name], 1, 2).reshape(-1) for name in ("k", "v")])
+    one = torch.from_numpy(flat.view(np.int16)).cuda()
+    return one.repeat(nbytes // flat.nbytes + 1)[: nbytes // 2].contiguous().view(torch.uint8)
+
+
+class Cache:
+    """Tensors of blocks on the GPU, and the same blocks on the host, coded or not."""
+
+    def __init__(self, device: Any, shape: tuple[int, int], codec: str | None, host: str, file: str | None) -> None:
+        layers, page = shape
+        self.blocks = NBYTES // (layers * page)
+        slots = SPREAD * self.blocks
+        self.gpu = values(layers * slots * page, file, 1).view(layers, slots, page)
+        coding = Coding(page, codec) if codec else None
+        nbytes = coding.coded_nbytes if coding else page
+        self.host = device.alloc(slots * layers * nbytes, host=True)
+        self.src, self.dst = [], []
+        for i in range(layers):
+            ptr, at = self.gpu[i].data_ptr(), self.host.ptr + i * nbytes
+            self.src.append(kvswap.Pool(device, ptr, slots, page, group=self.src[0] if i else None))
+            self.dst.append(
+                kvswap.Pool(
+                    device, at, slots, nbytes, stride=layers * nbytes, group=self.dst[0] if i else None, coding=coding
+                )
+            )
+        rng = np.random.default_rng(2)
+        self.gpu_ids = rng.permutation(slots)[: self.blocks]
+        self.host_ids = np.arange(self.blocks) if host == "run" else rng.permutation(slots)[: self.blocks]
+        self.exact = codec in (None, "exact")
+        self.nbytes = self.blocks * layers * page
+        self.ratio = nbytes / page
+
+    def store(self, **options: Any) -> Any:
+        return kvswap.move_blocks(self.src, self.dst, self.gpu_ids, self.host_ids, **options)
+
+    def load(self, **options: Any) -> Any:
+        return kvswap.move_blocks(self.dst, self.src, self.host_ids, self.gpu_ids, **options)
+
+    def check(self) -> None:
+        """A pass that is not lossless changes only the first time."""
+        ids = torch.from_numpy(self.gpu_ids).cuda()
+        for turn in range(1 if self.exact else 2):
+            before = self.gpu[:, ids].clone()
+            self.store().wait(LIMIT)
+            if self.exact or turn:
+                self.gpu[:, ids] = 0
+                torch.cuda.synchronize()
+            self.load().wait(LIMIT)
+            after = self.gpu[:, ids]
+            if (self.exact or turn) and not torch.equal(before, after):
+                raise SystemExit("WRONG BYTES")
+
+
+class Bare:
+    """One copy of as many bytes."""
+
+    def __init__(self, device: Any) -> None:
+        self.gpu, self.host = device.alloc(NBYTES), device.alloc(NBYTES, host=True)
+        self.src, self.dst = kvswap.Pool(device, self.gpu, 1, NBYTES), kvswap.Pool(device, self.host, 1, NBYTES)
+        self.nbytes = NBYTES
+
+    def store(self) -> Any:
+        return kvswap.move_blocks(self.src, self.dst, [0], [0], path="dma")
+
+    def load(self) -> Any:
+        return kvswap.move_blocks(self.dst, self.src, [0], [0], path="dma")
+
+
+def seconds(submit: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    submit().wait(LIMIT)
+    return time.perf_counter() - begin
+
+
+def kernels(cache: Cache) -> dict[str, float]:
+    """TB/s of raw bytes while a kernel runs, by the driver's own records."""
+    found = {}
+    for name, submit in (("encode", cache.store), ("decode", cache.load)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            submit().wait(LIMIT)
+            torch.cuda.synchronize()
+        busy = sum(event.device_time for event in profile.events() if "kvs_kernel" in event.name)
+        found[name] = round(cache.nbytes / busy / 1e6, 3) if busy else 0.0
+    return found
+
+
+def measure(device: Any, options: argparse.Namespace) -> None:
+    for name in options.shape or SHAPES:
+        caches: dict[str, Any] = {"copy": Bare(device)}
+        for codec in (None, *options.codec):
+            caches[codec or "uncoded"] = cache = Cache(device, SHAPES[name], codec, options.host, options.kv)
+            cache.check()
+        times: dict[tuple[str, str], list[float]] = {}
+        for _ in range(options.repeats):
+            for method, cache in caches.items():
+                for way, submit in (("D2H", cache.store), ("H2D", cache.load)):
+                    times.setdefault((method, way), []).append(seconds(submit))
+        for (method, way), found in times.items():
+            gbps = caches[method].nbytes / statistics.median(found) / 1e9
+            of_copy = statistics.median(times["copy", way]) / statistics.median(found)
+            of_uncoded = statistics.median(times["uncoded", way]) / statistics.median(found)
+            row = {
+                "shape": name,
+                "host": options.host,
+                "method": method,
+                "dir": way,
+                "size": round(getattr(caches[method], "ratio", 1.0), 4),
+                "GB/s of KV": round(gbps, 2),
+                "of copy": round(of_copy, 3),
+                "of uncoded": round(of_uncoded, 3),
+            }
+            print(json.dumps(row), flush=True)
+        if options.kernels:
+            for method, cache in caches.items():
+                if method not in ("copy", "uncoded"):
+                    print(json.dumps({"shape": name, "kernels": method, "TB/s": kernels(cache)}), flush=True)
+        del caches, cache
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--kv", help="an .npz file of real keys and values")
+    parser.add_argument("--host", choices=("run", "random"), default="run")
+    parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
+    parser.add_argument("--codec", action="append", choices=CODECS)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--kernels", action="store_true", help="what they take, by torch's profiler")
+    options = parser.parse_args()
+    options.codec = options.codec or list(CODECS)
+    device = kvswap.Device(options.device)
+    print(torch.cuda.get_device_name(), kvswap.__version__)
+    measure(device, options)
+
+
+if __name__ == "__main__":
+    main()

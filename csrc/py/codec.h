@@ -1,0 +1,12 @@
+/* Codings, which kvswap.codecs holds as capsules. */
+#ifndef KVS_PY_CODEC_H
+#define KVS_PY_CODEC_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../kvswap_codec.h"
+
+struct kvs_coding *kvs_py_coding_of(PyObject *capsule); /* borrowed; NULL: an exception is set */
+
+#endif
