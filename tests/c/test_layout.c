@@ -169,7 +169,7 @@ static void test_runs(void) {
     static int64_t got[24];
     memset(got, -1, sizeof got);
     runs.count = 0;
-    CHECK(!kvs_layout_check_part(&part, 0, &src, &dst, &err), "%s", err.message);
+    CHECK(!kvs_layout_check_part(&part, 0, 24, &err), "%s", err.message);
     CHECK(!kvs_layout_runs(&part, &src, &dst, &runs, &err));
     uint64_t moved = 0;
     for (size_t r = 0; r < runs.count; r++)

@@ -235,7 +235,7 @@ def test_ids_on_the_device(device: kvswap.Device, path: str) -> None:
     transfer = tiers.store(on_device, host, path=path)
     with pytest.raises(kvswap.Error, match=r"src_ids\[4\] is 40, read on the device"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [4]
+    assert transfer.failed_positions.tolist() == [4]
     good = np.delete(np.arange(20), 4)
     expected = tiers.coding.encode(tiers.blocks()[gpu[good]])[0]
     np.testing.assert_array_equal(tiers.coded()[host[good]], expected)
@@ -265,13 +265,13 @@ def test_a_block_that_does_not_fit_fails_alone(tiny: kvswap.Device, path: str, s
     transfer = tiers.store(gpu, host, path=path)
     with pytest.raises(kvswap.Error, match=r"position 17 does not fit the coded size of pool 'pool \d+'"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [17]
+    assert transfer.failed_positions.tolist() == [17]
     check_stored(tiers, gpu, host)  # its page says so, the others are there
     before = tiers.blocks()
     back = tiers.load(host, gpu, path=path)
     with pytest.raises(kvswap.Error, match="17"):
         back.wait(PATIENCE)
-    assert back.failed_blocks.tolist() == [17]
+    assert back.failed_positions.tolist() == [17]
     check_loaded(tiers, before, host, gpu)
     tiers.put(bf16((LAYERS, GPU_BLOCKS, PAGE // 2), 5))
     tiers.store([3], host[17:18], path=path).wait(PATIENCE)  # a block that fits is right again
@@ -290,7 +290,7 @@ def test_a_load_that_is_queued_before_the_verdict(device: kvswap.Device) -> None
         for transfer in (loaded, stored):
             with pytest.raises(kvswap.Error):
                 transfer.wait(PATIENCE)
-            assert transfer.failed_blocks.tolist() == [1]
+            assert transfer.failed_positions.tolist() == [1]
     now = tiers.blocks()
     np.testing.assert_array_equal(now[[10, 12]], now[[2, 4]])
     assert not now[11, :4096].any()
@@ -309,7 +309,7 @@ def test_damaged_blocks(device: kvswap.Device, path: str) -> None:
     transfer = tiers.load(host, gpu, path=path)
     with pytest.raises(kvswap.Error, match=r"for position 6, does not hold a block that this pool's codec"):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [6]
+    assert transfer.failed_positions.tolist() == [6]
     check_loaded(tiers, before, host, gpu)
     assert tiers.coding.decode(coded[host])[1].tolist().count(Verdict.DAMAGED) == 1
 
@@ -338,7 +338,7 @@ def test_a_refused_burst_is_repeated_by_the_kernel(tiny: kvswap.Device, operatio
         try:
             transfer.wait(PATIENCE)
         except kvswap.Error:
-            assert len(transfer.failed_blocks) == 30
+            assert len(transfer.failed_positions) == 30
             continue
         if way == "store":
             check_stored(tiers, gpu, host)
@@ -353,7 +353,7 @@ def test_without_launches_all_blocks_fail(device: kvswap.Device) -> None:
         transfer = tiers.store([0, 1], [0, 1])
     with pytest.raises(kvswap.Error):
         transfer.wait(PATIENCE)
-    assert transfer.failed_blocks.tolist() == [0, 1]
+    assert transfer.failed_positions.tolist() == [0, 1]
 
 
 def test_while_other_transfers_hold_both_sets_of_slots(tiny: kvswap.Device) -> None:

@@ -256,7 +256,7 @@ def names(*values: str) -> Callable[[Any], Any]:
     return lambda thing: [getattr(thing, value) for value in values]
 
 
-POOL_ATTRIBUTES = ("device", "ptr", "num_blocks", "block_nbytes", "stride", "rows", "pitch", "group", "name")
+POOL_ATTRIBUTES = ("device", "ptr", "num_blocks", "block_nbytes", "stride", "rows", "pitch", "group", "name", "coding")
 
 TABLE: Rows = {
     "__version__": lambda t: kvswap.__version__,
