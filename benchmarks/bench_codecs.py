@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,13 @@ def seconds(submit: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def kernels(cache: Cache) -> dict[str, float]:
+def kernels(cache: Cache, max_ctas: int | None) -> dict[str, float]:
     """TB/s of raw bytes while a kernel runs, by the driver's own records."""
     found = {}
-    for name, submit in (("encode", cache.store), ("decode", cache.load)):
+    for name, submit in (
+        ("encode", partial(cache.store, max_ctas=max_ctas)),
+        ("decode", partial(cache.load, max_ctas=max_ctas)),
+    ):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             submit().wait(LIMIT)
             torch.cuda.synchronize()
@@ -149,8 +153,10 @@ def measure(device: Any, options: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
         if options.kernels:
             for method, cache in caches.items():
-                if method not in ("copy", "uncoded"):
-                    print(json.dumps({"shape": name, "kernels": method, "TB/s": kernels(cache)}), flush=True)
+                for max_ctas in (None, *options.max_ctas) if method not in ("copy", "uncoded") else ():
+                    found = kernels(cache, max_ctas)
+                    row = {"shape": name, "kernels": method, "max_ctas": max_ctas, "TB/s": found}
+                    print(json.dumps(row), flush=True)
         del caches, cache
         torch.cuda.empty_cache()
 
@@ -164,6 +170,7 @@ def main() -> None:
     parser.add_argument("--codec", action="append", choices=CODECS)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kernels", action="store_true", help="what they take, by torch's profiler")
+    parser.add_argument("--max-ctas", type=int, nargs="*", default=(), help="the same with these limits")
     options = parser.parse_args()
     options.codec = options.codec or list(CODECS)
     device = kvswap.Device(options.device)

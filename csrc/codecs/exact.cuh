@@ -15,24 +15,35 @@ struct code_shared {
   uint16_t masks[CODE_SEGMENTS][KVS_WARP]; /* which of a lane's 16 values are escapes */
 };
 
-static __device__ __forceinline__ void encode_segment(const struct kvs_unit &unit, const struct code_place &place,
-                                                      uint64_t coded, const struct kvs_exact_layout &layout,
-                                                      uint32_t segment, struct code_shared *shared) {
-  const uint32_t lane = threadIdx.x % KVS_WARP;
-  uint32_t pairs[8], most = 0, mask = 0;
+/* Pairs of values that a lane has of a segment: 8 values of each half. */
+struct code_pairs {
+  uint32_t of[8];
+};
+
+static __device__ __forceinline__ struct code_pairs load_segment(const struct kvs_unit &unit,
+                                                                 const struct code_place &place, uint32_t segment) {
+  struct code_pairs pairs;
   for (uint32_t half = 0; half < 2u; half++) {
-    const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + lane * CODE_VALUES;
+    const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + threadIdx.x % KVS_WARP * CODE_VALUES;
     const uint4 words = load_group(unit, place, 2u * first);
-    pairs[4u * half] = words.x, pairs[4u * half + 1u] = words.y;
-    pairs[4u * half + 2u] = words.z, pairs[4u * half + 3u] = words.w;
+    pairs.of[4u * half] = words.x, pairs.of[4u * half + 1u] = words.y;
+    pairs.of[4u * half + 2u] = words.z, pairs.of[4u * half + 3u] = words.w;
   }
-  for (int i = 0; i < 8; i++) most = kvs_exact_most(most, pairs[i]);
+  return pairs;
+}
+
+static __device__ __forceinline__ void encode_segment(const struct code_pairs &pairs, uint64_t coded,
+                                                      const struct kvs_exact_layout &layout, uint32_t segment,
+                                                      struct code_shared *shared) {
+  const uint32_t lane = threadIdx.x % KVS_WARP;
+  uint32_t most = 0, mask = 0;
+  for (int i = 0; i < 8; i++) most = kvs_exact_most(most, pairs.of[i]);
   const uint32_t base = __reduce_max_sync(KVS_ALL_LANES, kvs_exact_base(most));
   for (uint32_t half = 0; half < 2u; half++) {
     const uint32_t first = segment * KVS_EXACT_SEGMENT + half * 256u + lane * CODE_VALUES;
     uint32_t rest[2] = {0, 0}, joined = 0;
     for (uint32_t i = 0; i < 4u; i++) {
-      const uint32_t pair = pairs[4u * half + i], codes = kvs_exact_codes(pair, base | base << 16);
+      const uint32_t pair = pairs.of[4u * half + i], codes = kvs_exact_codes(pair, base | base << 16);
       const uint32_t escaped = (codes + 0x00010001u) >> 4 & 0x00010001u; /* 15 becomes 16 */
       rest[i / 2u] |= kvs_exact_rest(pair) << (16u * (i % 2u));
       joined |= kvs_exact_join(codes) << (8u * i);
@@ -93,8 +104,12 @@ static __device__ __forceinline__ enum kvs_unit_verdict
 encode_exact(const struct kvs_unit &unit, const struct code_place &place, uint64_t coded, struct code_shared *shared) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
   const uint32_t warp = threadIdx.x / KVS_WARP, warps = blockDim.x / KVS_WARP;
-  for (uint32_t segment = warp; segment < layout.segments; segment += warps)
-    encode_segment(unit, place, coded, layout, segment, shared);
+  for (uint32_t segment = warp; segment < layout.segments; segment += 2u * warps) {
+    const struct code_pairs pairs = load_segment(unit, place, segment),
+                            more = load_segment(unit, place, segment + warps); /* none behind the end */
+    encode_segment(pairs, coded, layout, segment, shared);
+    if (segment + warps < layout.segments) encode_segment(more, coded, layout, segment + warps, shared);
+  }
   __syncthreads();
   if (warp == 0) sum_escapes(layout.segments, shared);
   __syncthreads();
@@ -126,19 +141,52 @@ static __device__ __forceinline__ bool right_escapes(uint64_t coded, const struc
   return !__syncthreads_or(wrong);
 }
 
+/* What a thread loads before it stores any of it. */
+enum { CODE_GROUPS = 4 };
+
+struct code_groups {
+  uint32_t rest[CODE_GROUPS][2], joined[CODE_GROUPS], base[CODE_GROUPS];
+};
+
+static __device__ __forceinline__ void load_groups(uint64_t coded, const struct kvs_exact_layout &layout, uint32_t from,
+                                                   struct code_groups *groups) {
+#pragma unroll
+  for (uint32_t i = 0; i < CODE_GROUPS; i++) {
+    const uint32_t first = from + i * blockDim.x * CODE_VALUES;
+    if (first >= layout.values) continue;
+    load_words<2>(coded + KVS_UNIT_HEAD + first, groups->rest[i]);
+    load_words<1>(coded + layout.codes + first / 2u, &groups->joined[i]);
+    groups->base[i] = load_byte(coded + layout.bases + first / KVS_EXACT_SEGMENT);
+  }
+}
+
+static __device__ __forceinline__ void store_groups(const struct kvs_unit &unit, const struct code_place &place,
+                                                    const struct kvs_exact_layout &layout, uint32_t from,
+                                                    const struct code_groups &groups) {
+#pragma unroll
+  for (uint32_t i = 0; i < CODE_GROUPS; i++) {
+    const uint32_t first = from + i * blockDim.x * CODE_VALUES, base = groups.base[i];
+    uint32_t pairs[4];
+    if (first >= layout.values) continue;
+    for (uint32_t j = 0; j < 4u; j++)
+      pairs[j] = kvs_exact_pair(groups.rest[i][j / 2u] >> (16u * (j % 2u)) & 0xffffu,
+                                groups.joined[i] >> (8u * j) & 0xffu, base | base << 16);
+    store_group(unit, place, 2u * first, pairs);
+  }
+}
+
+/* The values are loaded beside the escapes, which decide whether they are used. */
 static __device__ __forceinline__ bool decode_exact(const struct kvs_unit &unit, const struct code_place &place,
                                                     uint64_t coded, uint32_t escapes) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
+  uint32_t from = threadIdx.x * CODE_VALUES;
+  struct code_groups groups;
+  load_groups(coded, layout, from, &groups);
   if (!right_escapes(coded, layout, escapes)) return false;
-  for (uint32_t first = threadIdx.x * CODE_VALUES; first < layout.values; first += blockDim.x * CODE_VALUES) {
-    const uint32_t base = load_byte(coded + layout.bases + first / KVS_EXACT_SEGMENT);
-    uint32_t rest[2], joined, pairs[4];
-    load_words<2>(coded + KVS_UNIT_HEAD + first, rest);
-    load_words<1>(coded + layout.codes + first / 2u, &joined);
-    for (uint32_t i = 0; i < 4u; i++)
-      pairs[i] =
-          kvs_exact_pair(rest[i / 2u] >> (16u * (i % 2u)) & 0xffffu, joined >> (8u * i) & 0xffu, base | base << 16);
-    store_group(unit, place, 2u * first, pairs);
+  while (from < layout.values) {
+    store_groups(unit, place, layout, from, groups);
+    from += CODE_GROUPS * blockDim.x * CODE_VALUES;
+    load_groups(coded, layout, from, &groups);
   }
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < escapes; i += blockDim.x) {

@@ -90,6 +90,13 @@ static __device__ __forceinline__ void store_group(const struct kvs_unit &unit, 
 /* `count` of the bytes in `words` to an address that is aligned for all of them. */
 template <int Words>
 static __device__ __forceinline__ void store_bytes(uint64_t to, const uint32_t words[Words], uint32_t count) {
+  if (Words % 2 == 0 && count >= 4u * Words) {
+    for (int i = 0; i < Words; i += 2) {
+      const uint64_t both = words[i] | (uint64_t)words[i + 1] << 32;
+      word_store((uint64_t *)to + i / 2, &both);
+    }
+    return;
+  }
   if (count >= 4u * Words) {
     for (int i = 0; i < Words; i++) word_store((uint32_t *)to + i, &words[i]);
     return;
@@ -113,7 +120,12 @@ static __device__ __forceinline__ void store_byte(uint64_t to, uint32_t value) {
 
 /* Words behind the end of a section belong to the next one, and are not used. */
 template <int Words> static __device__ __forceinline__ void load_words(uint64_t from, uint32_t words[Words]) {
-  for (int i = 0; i < Words; i++) word_load(&words[i], (const uint32_t *)from + i);
+  for (int i = 0; Words % 2 == 0 && i < Words; i += 2) {
+    uint64_t both;
+    word_load(&both, (const uint64_t *)from + i / 2);
+    words[i] = (uint32_t)both, words[i + 1] = (uint32_t)(both >> 32);
+  }
+  for (int i = 0; Words % 2 != 0 && i < Words; i++) word_load(&words[i], (const uint32_t *)from + i);
 }
 
 static __device__ __forceinline__ void zero_bytes(uint64_t coded, uint32_t from, uint32_t end) {
