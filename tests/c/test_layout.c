@@ -225,7 +225,7 @@ static void test_wrong_parts(void) {
       {.rows = 1, .row_nbytes = 1, .offset = UINT64_MAX},
   };
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
-    CHECK(kvs_layout_check_part(&wrong[i], i, &pool, &pool, &err) == KVS_INVALID, "%zu", i);
+    CHECK(kvs_layout_check_part(&wrong[i], i, pool.block_nbytes, &err) == KVS_INVALID, "%zu", i);
 }
 
 int main(void) {
