@@ -1,4 +1,5 @@
-"""Coded transfers beside uncoded bursts and one bare copy of as many bytes of KV, in turns; and what the kernels take.
+"""Coded transfers beside uncoded bursts and one bare copy of as many bytes of KV, in turns; what the kernels
+take; and what a decode step beside them pays.
 
 Blocks lie scattered on the GPU. On the host they are one run, or in random order (--host random). Values are normal
 numbers, or real keys and values (--kv FILE.npz with arrays k and v of bf16 as uint16). Every byte is compared: of
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,14 @@ import numpy as np
 import torch
 
 import kvswap
+from kvswap.bench import beside, loads
 from kvswap.codecs import CODECS, Coding
 
 SHAPES = {"64x32k": (64, 32 << 10), "32x64k": (32, 64 << 10), "80x8k": (80, 8 << 10)}
 NBYTES = 1 << 30
 LIMIT = 60.0
 SPREAD = 2
+WINDOW = 0.2  # seconds
 
 
 def values(nbytes: int, file: str | None, seed: int) -> torch.Tensor:
@@ -52,7 +56,8 @@ class Cache:
         coding = Coding(page, codec) if codec else None
         nbytes = coding.coded_nbytes if coding else page
         self.host = device.alloc(slots * layers * nbytes, host=True)
-        self.src, self.dst = [], []
+        self.src: list[kvswap.Pool] = []
+        self.dst: list[kvswap.Pool] = []
         for i in range(layers):
             ptr, at = self.gpu[i].data_ptr(), self.host.ptr + i * nbytes
             self.src.append(kvswap.Pool(device, ptr, slots, page, group=self.src[0] if i else None))
@@ -125,6 +130,52 @@ def kernels(cache: Cache, max_ctas: int | None) -> dict[str, float]:
     return found
 
 
+class Repeated:
+    """One way of a cache as a job of kvswap.bench."""
+
+    def __init__(self, cache: Any, way: str) -> None:
+        self.nbytes, self._submit = cache.nbytes, cache.store if way == "D2H" else cache.load
+
+    def fill(self) -> None:
+        """The bytes stay: check() of the cache comes before and after."""
+
+    def submit(self) -> list[Any]:
+        return [self._submit()]
+
+
+class Nothing:
+    """What kvswap.bench asks for beside a job."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.stream = device, kvswap.Stream(device)
+        device.set_compute_stream(self.stream)
+
+    def check(self, job: Repeated) -> None:
+        """See Repeated.fill()."""
+
+
+def measure_beside(device: Any, name: str, caches: dict[str, Any], options: argparse.Namespace) -> None:
+    """What a decode step pays, in windows with and without transfers, in turns."""
+    load, lab = loads.load_for(device, "step"), Nothing(device)
+    with ThreadPoolExecutor(1) as thread:
+        for way in ("D2H", "H2D"):
+            found: dict[str, list[tuple[float, float]]] = {method: [] for method in caches}
+            before = beside._run_alone(device, load, WINDOW)
+            for _ in range(options.pairs):
+                for method, cache in caches.items():
+                    job: Any = Repeated(cache, way)
+                    beside._warm_up(device, load)
+                    window = beside._run_both(lab, load, job, WINDOW, thread)  # type: ignore[arg-type]
+                    after = beside._run_alone(device, load, WINDOW)
+                    found[method].append((2 * window.piece_seconds / (before + after), window.gbps))
+                    before = after
+            for method, pairs in found.items():
+                slow, gbps = (statistics.median(values) for values in zip(*pairs, strict=True))
+                row = {"shape": name, "beside": "step", "method": method, "dir": way}
+                print(json.dumps({**row, "slow-down": round(slow, 4), "GB/s of KV": round(gbps, 2)}), flush=True)
+    device.set_compute_stream(0)
+
+
 def measure(device: Any, options: argparse.Namespace) -> None:
     for name in options.shape or SHAPES:
         caches: dict[str, Any] = {"copy": Bare(device)}
@@ -154,9 +205,13 @@ def measure(device: Any, options: argparse.Namespace) -> None:
         if options.kernels:
             for method, cache in caches.items():
                 for max_ctas in (None, *options.max_ctas) if method not in ("copy", "uncoded") else ():
-                    found = kernels(cache, max_ctas)
-                    row = {"shape": name, "kernels": method, "max_ctas": max_ctas, "TB/s": found}
-                    print(json.dumps(row), flush=True)
+                    rates = kernels(cache, max_ctas)
+                    line = {"shape": name, "kernels": method, "max_ctas": max_ctas, "TB/s": rates}
+                    print(json.dumps(line), flush=True)
+        if options.beside:
+            measure_beside(device, name, caches, options)
+            for method in ("uncoded", *options.codec):
+                caches[method].check()
         del caches, cache
         torch.cuda.empty_cache()
 
@@ -169,6 +224,8 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
     parser.add_argument("--codec", action="append", choices=CODECS)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--beside", action="store_true", help="beside a decode step, too")
+    parser.add_argument("--pairs", type=int, default=6, help="of windows beside the step")
     parser.add_argument("--kernels", action="store_true", help="what they take, by torch's profiler")
     parser.add_argument("--max-ctas", type=int, nargs="*", default=(), help="the same with these limits")
     options = parser.parse_args()

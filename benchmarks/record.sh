@@ -2,10 +2,11 @@
 # Makes a machine's record: benchmarks/record.sh OUT [PART...]. A file a part, which names its commit; all parts by default.
 # OUT becomes benchmarks/results/MACHINE when it is committed. From a clean commit, on a GPU that nothing else uses.
 # Expects kvswap installed for python3; torch is used where present. TRACE: a trace for the replay. FILES: a folder on the
-# disk that the file tier is measured on. On an H200 load takes eleven minutes, bench six, kvbench eight, the others two.
+# disk that the file tier is measured on. KV: an .npz file of real keys and values. On an H200 load takes eleven minutes,
+# bench six, kvbench eight, the others two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="load bench kvbench calls driver memory peers fastdeploy files replay"
+all="load bench kvbench calls driver memory peers fastdeploy files codecs replay"
 out=${1:-}
 parts=${*:2}
 if [ -z "$out" ]; then
@@ -96,6 +97,14 @@ part_files() {
   section bench_files.py program 250 bench_files.py "${FILES:-$out/files.tmp}" --bytes 2GiB --device cuda:0 --gds compat \
     --device-only
   rm -rf "$out/files.tmp"
+}
+
+# Coded transfers. KV: real keys and values; without it they are normal numbers.
+part_codecs() {
+  section "bench_codecs.py --beside --kernels" program 200 bench_codecs.py ${KV:+--kv "$KV"} --shape 64x32k --codec exact \
+    --codec mxfp8 --beside --kernels
+  section "bench_codecs.py --shape 32x64k --shape 80x8k" program 100 bench_codecs.py --shape 32x64k --shape 80x8k --codec exact
+  section "bench_codecs.py --host random" program 60 bench_codecs.py ${KV:+--kv "$KV"} --shape 64x32k --host random --codec exact
 }
 
 part_replay() {

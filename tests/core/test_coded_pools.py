@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -312,6 +313,35 @@ def test_damaged_blocks(device: kvswap.Device, path: str) -> None:
     assert transfer.failed_positions.tolist() == [6]
     check_loaded(tiers, before, host, gpu)
     assert tiers.coding.decode(coded[host])[1].tolist().count(Verdict.DAMAGED) == 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_bytes_are_decoded(device: kvswap.Device, codec: str) -> None:
+    """Coded blocks with random bytes behind their heads, and in them: zeros or what the CPU makes of them, and nothing
+    outside the blocks. 36,000 units a codec."""
+    rng, blocks = np.random.default_rng(CODECS.index(codec)), 1000
+    coding = Coding(1024, codec)
+    gpu, host = Buffer(device, 2 * blocks * 1024, "gpu"), Buffer(device, blocks * coding.coded_nbytes, "cpu")
+    src = kvswap.Pool(device, host.ptr, blocks, coding.coded_nbytes, coding=coding)
+    dst = kvswap.Pool(device, gpu.ptr, blocks, 1024, stride=2048)
+    good, _ = coding.encode(bf16((blocks, 512), 1))
+    failed = 0
+    for turn in range(36):
+        coded, untouched = good.copy(), gpu.randomise(turn)
+        changed = rng.random(blocks) < 0.9
+        coded[changed, 16:] = rng.integers(0, 256, (changed.sum(), coding.coded_nbytes - 16), np.uint8)
+        heads = rng.random(blocks) < 0.3
+        coded[heads, rng.integers(0, 16, heads.sum())] = rng.integers(0, 256, heads.sum(), np.uint8)
+        host.put(coded.reshape(-1))
+        expected = untouched.reshape(blocks, 2048).copy()
+        expected[:, :1024], verdicts = coding.decode(coded)
+        transfer = kvswap.move_blocks(src, dst, np.arange(blocks), np.arange(blocks))
+        with suppress(kvswap.Error):
+            transfer.wait(PATIENCE)
+        np.testing.assert_array_equal(gpu.get().reshape(blocks, 2048), expected)
+        assert transfer.failed_positions.tolist() == np.flatnonzero(verdicts).tolist()
+        failed += len(transfer.failed_positions)
+    assert 0 < failed < 36 * blocks
 
 
 # -- refusals of the driver --------------------------------------------------------------------------------------------
