@@ -339,11 +339,11 @@ static PyObject *host_layer_ptrs(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"name", "device"};
-  static const struct kvs_py_args spec = {"pool", names, 0, 0, 2};
+  static const char *const names[] = {"name", "device", "coding"};
+  static const struct kvs_py_args spec = {"pool", names, 0, 0, 3};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_host_pool_info info;
-  PyObject *values[2];
+  PyObject *values[3];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_host_pool_info(self, &info) < 0) return NULL;
   struct kvs_engine *engine = kvs_host_pool_engine(as_pool(self)->pool);
   if (kvs_py_given(values[1]))
@@ -363,7 +363,7 @@ static PyObject *host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nar
                                    .stride = info.stride,
                                    .rows = info.layer_first ? info.layers : 1,
                                    .pitch = info.layer_first ? info.layer_pitch : 0};
-  return kvs_py_pool_over(state, engine, &layout, values[0], view);
+  return kvs_py_pool_over(state, engine, &layout, values[0], values[2], view);
 }
 
 /* -- the end ------------------------------------------------------------------------------------------------------- */
@@ -630,10 +630,12 @@ PyDoc_STRVAR(
     "Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride.");
 PyDoc_STRVAR(
     pool_doc,
-    "pool($self, /, *, name=None, device=None)\n--\n\n"
+    "pool($self, /, *, name=None, device=None, coding=None)\n--\n\n"
     "A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool "
     "lives\n"
-    "this pool can neither close nor shrink. At most one on a device, since pools must not share bytes.");
+    "this pool can neither close nor shrink. At most one on a device, since pools must not share bytes. coding: as "
+    "for\n"
+    "kvswap.Pool: the blocks of this pool are coded, and have coding.coded_nbytes bytes.");
 PyDoc_STRVAR(
     close_doc,
     "close($self, /, timeout=60, *, force=False)\n--\n\n"

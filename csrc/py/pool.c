@@ -201,7 +201,7 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
 }
 
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
-                           PyObject *name, PyObject *hold) {
+                           PyObject *name, PyObject *coding, PyObject *hold) {
   PyTypeObject *type = (PyTypeObject *)state->pool_type;
   struct kvs_py_pool *self = hold == NULL ? NULL : alloc_pool(type);
   if (self == NULL) {
@@ -210,7 +210,9 @@ PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine
     return NULL;
   }
   self->hold = hold;
-  if (read_name(name, layout) < 0)
+  bool read = read_name(name, layout) == 0 && read_coding(coding, layout) == 0;
+  if (layout->coding != NULL) self->coding = Py_NewRef(coding);
+  if (!read)
     kvs_engine_unref(engine);
   else if (open_pool(state, engine, self, layout) == 0)
     return (PyObject *)self;

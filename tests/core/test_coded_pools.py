@@ -19,6 +19,7 @@ from transfers import tiny_slots
 import kvswap
 from kvswap import testing
 from kvswap.codecs import Coding, Field, Verdict
+from kvswap.memory import HostPool
 
 LAYERS = 3
 PAGE = 4096 + 72  # 72 bytes that no field names
@@ -215,6 +216,20 @@ def test_tensors_that_are_coded_in_two_ways(tiny: kvswap.Device) -> None:
             expected, _ = coding.encode(gpu[i].get().reshape(GPU_BLOCKS, -1))
             np.testing.assert_array_equal(host[i].get().reshape(HOST_BLOCKS, -1)[to], expected)
             host[i].randomise(i)
+
+
+@pytest.mark.parametrize("layout", ["block-first", "layer-first"])
+def test_a_host_pool_of_coded_blocks(device: kvswap.Device, layout: str) -> None:
+    coding = coding_of("exact")
+    tiers = Tiers(device, coding)
+    memory = HostPool(HOST_BLOCKS, coding.coded_nbytes, layers=LAYERS, layout=layout, device=device)
+    tiers.host_pools = memory.pool(coding=coding)
+    tiers.store([1, 2, 3], [7, 8, 5]).wait(PATIENCE)
+    tiers.load([7, 8, 5], [4, 5, 6]).wait(PATIENCE)
+    blocks = tiers.blocks()
+    np.testing.assert_array_equal(blocks[[4, 5, 6]], blocks[[1, 2, 3]])
+    with pytest.raises(TypeError, match=r"coding must be a kvswap.codecs.Coding or None, not str"):
+        memory.pool(coding="exact")
 
 
 def test_coded_blocks_between_coded_pools_move_as_they_are(device: kvswap.Device) -> None:
