@@ -69,8 +69,8 @@
   X(note_order)                                                                                                        \
   X(file_ref)                                                                                                          \
   X(file_unref)                                                                                                        \
-  X(file_store)                                                                                                        \
-  X(file_load)                                                                                                         \
+  X(file_store_blocks)                                                                                                 \
+  X(file_load_blocks)                                                                                                  \
   X(file_delete)                                                                                                       \
   X(file_contains)                                                                                                     \
   X(file_pin)                                                                                                          \

@@ -115,10 +115,10 @@ enum { KVS_FILE_PARTS = 65536 }; /* limit of a block's parts */
  * bytes unchanged, until the transfer has ended. The memory of pools too: host memory is read and written in place, and
  * what frees or unmaps memory (kvs_engine_free(), kvs_host_free(), kvs_mapped_close(), kvs_host_pool_close()) does not
  * wait for transfers of a store. Memory of a failed load is undefined. */
-KVS_API int kvs_file_store(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
-                           const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);
-KVS_API int kvs_file_load(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
-                          const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);
+KVS_API int kvs_file_store_blocks(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
+                                  const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);
+KVS_API int kvs_file_load_blocks(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
+                                 const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);
 KVS_API int kvs_file_delete(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_options *,
                             struct kvs_file_transfer **, struct kvs_error *); /* a missing key counts as done */
 /* found[i]: whether the block exists now. It may be evicted before it is loaded, unless it is pinned. */

@@ -201,13 +201,15 @@ static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const s
   return status;
 }
 
-int kvs_file_store(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
-                   const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+int kvs_file_store_blocks(struct kvs_file_store *store, const struct kvs_file_keys *keys,
+                          const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                          struct kvs_file_transfer **transfer, struct kvs_error *err) {
   return submit(store, KVS_FILE_STORE, keys, blocks, options, transfer, err);
 }
 
-int kvs_file_load(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
-                  const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+int kvs_file_load_blocks(struct kvs_file_store *store, const struct kvs_file_keys *keys,
+                         const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                         struct kvs_file_transfer **transfer, struct kvs_error *err) {
   return submit(store, KVS_FILE_LOAD, keys, blocks, options, transfer, err);
 }
 

@@ -208,7 +208,7 @@ int kvs_shared_clean_folder(const char *path, char *names, size_t capacity, size
   int folder = open_folder(path);
   if (folder < 0)
     return kvs_fail(err, KVS_INVALID,
-                    "root is '%.400s', which is no folder that can be opened: %s. Symbolic links are "
+                    "root is '%.150s', which is no folder that can be opened: %s. Symbolic links are "
                     "not followed, other than /proc/<process>/root",
                     path, strerror(errno));
   *count = clean_folder(folder, names, capacity);

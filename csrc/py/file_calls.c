@@ -385,9 +385,9 @@ static PyObject *submit(struct file_call *call, enum what what) {
   Py_BEGIN_ALLOW_THREADS
   kvs_file_collect(call->store);
   if (what == STORE)
-    rc = kvs_file_store(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
+    rc = kvs_file_store_blocks(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
   else if (what == LOAD)
-    rc = kvs_file_load(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
+    rc = kvs_file_load_blocks(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
   else
     rc = kvs_file_delete(call->store, &call->keys.core, &call->options, &call->transfer, &err);
   Py_END_ALLOW_THREADS

@@ -37,11 +37,11 @@ static int store_and_load(struct kvs_file_store *store, struct kvs_error *err) {
     memset(blocks[i], 'a' + i, NBYTES);
     addresses[i] = (uintptr_t)blocks[i];
   }
-  int status = kvs_file_store(store, &keys, &memory, NULL, &transfer, err);
+  int status = kvs_file_store_blocks(store, &keys, &memory, NULL, &transfer, err);
   if (status == KVS_OK) status = wait_and_drop(transfer, err);
   if (status != KVS_OK) return status;
   memset(blocks, 0, sizeof blocks);
-  status = kvs_file_load(store, &keys, &memory, NULL, &transfer, err);
+  status = kvs_file_load_blocks(store, &keys, &memory, NULL, &transfer, err);
   return status == KVS_OK ? wait_and_drop(transfer, err) : status;
 }
 
@@ -62,7 +62,7 @@ static int load_missing(struct kvs_file_store *store, struct kvs_error *err) {
   struct kvs_file_transfer *transfer;
   struct kvs_file_keys keys = keys_from(BLOCKS - 1, 2, data, ends);
   struct kvs_file_blocks memory = {.addresses = addresses};
-  int status = kvs_file_load(store, &keys, &memory, NULL, &transfer, err);
+  int status = kvs_file_load_blocks(store, &keys, &memory, NULL, &transfer, err);
   if (status != KVS_OK) return status;
   status = kvs_file_transfer_wait(transfer, 10 * SECONDS, err); /* an error: not all blocks arrived */
   size_t count = kvs_file_transfer_failed(transfer, failed, 2);

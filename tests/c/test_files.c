@@ -243,14 +243,14 @@ static void *work(void *arg) {
     unsigned what = (unsigned)check_below(&state, 5);
     if (what < 2) {
       fill(block, worker->number * 100 + k, step);
-      bool ok = !kvs_file_store(worker->store, &keys, &blocks, &options, &transfer, &why) && !finish(transfer);
+      bool ok = !kvs_file_store_blocks(worker->store, &keys, &blocks, &options, &transfer, &why) && !finish(transfer);
       versions[k] = ok ? step : 0; /* after a failure: the one before, if it is still there; not checked */
       if (!ok && !kvs_file_delete(worker->store, &keys, NULL, &transfer, &why) && finish(transfer))
         versions[k] = UINT32_MAX;
     } else if (what == 2 && check_below(&state, 3) == 0) {
       if (!kvs_file_delete(worker->store, &keys, NULL, &transfer, &why))
         versions[k] = finish(transfer) ? UINT32_MAX : 0;
-    } else if (!kvs_file_load(worker->store, &keys, &blocks, NULL, &transfer, &why)) {
+    } else if (!kvs_file_load_blocks(worker->store, &keys, &blocks, NULL, &transfer, &why)) {
       int status = finish(transfer);
       fill(wanted, worker->number * 100 + k, versions[k]);
       bool told = versions[k] == UINT32_MAX; /* nobody knows whether it is there */
@@ -322,17 +322,17 @@ static void test_lifetime(void) {
   struct kvs_file_blocks blocks = {.addresses = &address};
   struct kvs_file_transfer *first, *second;
   CHECK(!kvs_file_open(&settings, &store, &err));
-  CHECK(!kvs_file_store(store, &keys, &blocks, NULL, &first, &err));
-  CHECK(!kvs_file_load(store, &keys, &blocks, NULL, &second, &err));
+  CHECK(!kvs_file_store_blocks(store, &keys, &blocks, NULL, &first, &err));
+  CHECK(!kvs_file_load_blocks(store, &keys, &blocks, NULL, &second, &err));
   kvs_file_transfer_unref(first);
   kvs_file_unref(store);
   CHECK(!kvs_file_transfer_wait(second, PATIENCE, &err), "%s", err.message);
   kvs_file_transfer_unref(second); /* the last handle: closes it */
   CHECK(!kvs_file_open(&settings, &store, &err), "%s", err.message);
-  CHECK(!kvs_file_store(store, &keys, &blocks, NULL, &first, &err));
+  CHECK(!kvs_file_store_blocks(store, &keys, &blocks, NULL, &first, &err));
   kvs_file_shutdown(PATIENCE);
   CHECK(kvs_file_transfer_done(first));
-  CHECK(kvs_file_store(store, &keys, &blocks, NULL, &second, &err) == KVS_CLOSED);
+  CHECK(kvs_file_store_blocks(store, &keys, &blocks, NULL, &second, &err) == KVS_CLOSED);
   kvs_file_transfer_unref(first);
   kvs_file_unref(store);
   empty(folder);
@@ -391,8 +391,8 @@ static void *move_through_staging(void *arg) {
     struct kvs_file_transfer *transfer;
     struct kvs_error why;
     back.ids.data = targets;
-    if (kvs_file_store(rig->store, &keys, &out, &options, &transfer, &why) || finish(transfer)) worker->wrong++;
-    if (kvs_file_load(rig->store, &keys, &back, NULL, &transfer, &why) || finish(transfer)) worker->wrong++;
+    if (kvs_file_store_blocks(rig->store, &keys, &out, &options, &transfer, &why) || finish(transfer)) worker->wrong++;
+    if (kvs_file_load_blocks(rig->store, &keys, &back, NULL, &transfer, &why) || finish(transfer)) worker->wrong++;
     for (unsigned i = 0; i < 4; i++) worker->wrong += !slot_is(rig, to + 3 - i, names[i], step);
   }
   return NULL;
@@ -495,7 +495,7 @@ static void *load_until_closed(void *arg) {
   for (rival->last = KVS_OK; rival->last == KVS_OK; rival->calls++, key = (uint8_t)(rival->calls % FEW)) {
     struct kvs_file_transfer *transfer;
     struct kvs_error why;
-    rival->last = kvs_file_load(rival->store, &keys, &blocks, NULL, &transfer, &why);
+    rival->last = kvs_file_load_blocks(rival->store, &keys, &blocks, NULL, &transfer, &why);
     if (rival->last) break;
     int status = finish(transfer);
     rival->wrong += status != KVS_OK && status != KVS_CANCELLED;
@@ -526,7 +526,7 @@ static void store_few(const struct kvs_file_settings *settings) {
   struct kvs_file_keys keys = {names, ends, FEW};
   struct kvs_file_blocks blocks = {.addresses = addresses};
   CHECK(!kvs_file_open(settings, &store, &err), "%s", err.message);
-  CHECK(!kvs_file_store(store, &keys, &blocks, NULL, &transfer, &err) && !finish(transfer));
+  CHECK(!kvs_file_store_blocks(store, &keys, &blocks, NULL, &transfer, &err) && !finish(transfer));
   CHECK(!kvs_file_close(store, PATIENCE, &err));
   kvs_file_unref(store);
 }
@@ -620,7 +620,7 @@ static void test_the_end_beside_the_last_handle(void) {
     CHECK(!kvs_file_open(&settings, &store, &err), "%s", err.message);
     struct kvs_file_fault slow = {.action = KVS_FILE_FAULT_DELAY, .nth = 1, .every = 1, .delay_ns = 10000000};
     kvs_file_inject(store, KVS_FILE_WRITE, &slow);
-    CHECK(!kvs_file_store(store, &keys, &blocks, &options, &transfer, &err));
+    CHECK(!kvs_file_store_blocks(store, &keys, &blocks, &options, &transfer, &err));
     kvs_file_transfer_unref(transfer);
     CHECK(!pthread_create(&thread, NULL, drop_it, store));
     usleep(1000u * (unsigned)round);

@@ -40,8 +40,8 @@ static int move(struct kvs_file_store *store, unsigned key, uint8_t *block, bool
   struct kvs_file_blocks blocks = {.addresses = &address};
   struct kvs_file_transfer *transfer;
   struct kvs_error why;
-  int status = load ? kvs_file_load(store, &keys, &blocks, NULL, &transfer, &why)
-                    : kvs_file_store(store, &keys, &blocks, NULL, &transfer, &why);
+  int status = load ? kvs_file_load_blocks(store, &keys, &blocks, NULL, &transfer, &why)
+                    : kvs_file_store_blocks(store, &keys, &blocks, NULL, &transfer, &why);
   if (status) return status;
   status = kvs_file_transfer_wait(transfer, PATIENCE, &why);
   kvs_file_transfer_unref(transfer);

@@ -546,11 +546,11 @@ static void files(struct user *user) {
   switch (below(user, 5)) {
   case 0:
   case 1:
-    status = kvs_file_store(all.store, &keys, which, &options, &transfer, &err);
+    status = kvs_file_store_blocks(all.store, &keys, which, &options, &transfer, &err);
     break;
   case 2:
   case 3:
-    status = kvs_file_load(all.store, &keys, which, &options, &transfer, &err);
+    status = kvs_file_load_blocks(all.store, &keys, which, &options, &transfer, &err);
     break;
   default:
     status = kvs_file_delete(all.store, &keys, &options, &transfer, &err);

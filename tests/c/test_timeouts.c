@@ -24,6 +24,7 @@ static struct kvs_error err;
 static void test_device(struct kvs_engine *engine, int64_t limit) {
   struct kvs_transfer *transfer = NULL;
   ENDS(kvs_engine_synchronize(engine, limit, &err));
+  ENDS(kvs_engine_set_slots(engine, 128 << 10, 2, limit, &err));
   CHECK(kvs_swap_batch(engine, NULL, NULL, NULL, true, 0, NULL, &transfer, &err) == KVS_OK, "%s", err.message);
   if (!transfer) return;
   ENDS(kvs_transfer_wait(transfer, limit, &err));

@@ -79,7 +79,7 @@ def public_calls() -> list[str]:
             if isinstance(value, type) and not issubclass(value, (BaseException, tuple, int)):
                 methods = [key for key in dir(value) if key[0] != "_" and callable(getattr(value, key))]
                 found += [f"{module.__name__}.{name}.{key}" for key in methods]
-    return found
+    return [*found, "kvswap.testing.note_access", "kvswap.testing.note_order"]  # which engines call
 
 
 class World:

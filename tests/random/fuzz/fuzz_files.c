@@ -72,7 +72,7 @@ static void load_all(struct kvs_file_store *store) {
     struct kvs_file_keys wanted = {keys, ends, count};
     struct kvs_file_blocks blocks = {.addresses = addresses};
     struct kvs_file_transfer *transfer;
-    require(kvs_file_load(store, &wanted, &blocks, NULL, &transfer, &err) == KVS_OK, "get");
+    require(kvs_file_load_blocks(store, &wanted, &blocks, NULL, &transfer, &err) == KVS_OK, "get");
     (void)kvs_file_transfer_wait(transfer, 10000000000, &err);
     require(kvs_file_transfer_done(transfer), "a load does not end");
     kvs_file_transfer_unref(transfer);
@@ -133,8 +133,8 @@ static bool move_new(struct kvs_file_store *store, bool put, uint8_t memory[NEW]
   uint64_t addresses[NEW];
   for (int i = 0; i < NEW; i++) addresses[i] = (uintptr_t)memory[i];
   struct kvs_file_blocks blocks = {.addresses = addresses};
-  int status = put ? kvs_file_store(store, &keys, &blocks, &options, &transfer, &err)
-                   : kvs_file_load(store, &keys, &blocks, NULL, &transfer, &err);
+  int status = put ? kvs_file_store_blocks(store, &keys, &blocks, &options, &transfer, &err)
+                   : kvs_file_load_blocks(store, &keys, &blocks, NULL, &transfer, &err);
   require(status == KVS_OK, "submit");
   status = kvs_file_transfer_wait(transfer, 10000000000, &err);
   require(kvs_file_transfer_done(transfer), "a transfer does not end");
