@@ -500,7 +500,7 @@ def test_every_public_call_from_many_threads(
     if device.kind != "host":
         pytest.skip("its blocks are NumPy's, memory of a host device")
     seed, slots = int(request.config.getoption("--long-seed")), device.info["slots_nbytes"] // 8
-    device = kvswap.Device("host:30")  # that no other test uses: its counters, streams and slots the threads share
+    device = kvswap.Device("host:60")  # that no other test uses: its counters, streams and slots the threads share
     world = World(device, tmp_path)
     threads = [threading.Thread(target=work, args=(world, Mine(world, i, seed))) for i in range(THREADS)]
     for thread in threads:
