@@ -464,10 +464,10 @@ static int list_part(const struct move_call *call, size_t index, struct kvs_rows
   return status;
 }
 
-/* The number of a coding among those of the call. */
+/* The number of a coding among those of the call. Pools that are coded alike share one, and one launch. */
 static size_t number_of(const struct move_call *call, const struct kvs_coding *coding, struct kvs_work *work) {
   size_t i = 0;
-  while (i < work->ncodings && work->codings[i].coding != coding) i++;
+  while (i < work->ncodings && !kvs_coding_is(work->codings[i].coding, coding)) i++;
   if (i == work->ncodings) call->room->codings[work->ncodings++] = (struct kvs_row_coding){.coding = coding};
   return i;
 }

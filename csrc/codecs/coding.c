@@ -242,7 +242,7 @@ bool kvs_coding_is(const struct kvs_coding *a, const struct kvs_coding *b) {
 void kvs_coding_get_info(const struct kvs_coding *coding, struct kvs_coding_info *info) {
   *info = (struct kvs_coding_info){.block_nbytes = coding->block_nbytes,
                                    .page_nbytes = coding->page_nbytes,
-                                   .coded_nbytes = coding->coded_page_nbytes * coding->pages,
+                                   .coded_nbytes = kvs_coding_nbytes(coding),
                                    .coded_page_nbytes = coding->coded_page_nbytes,
                                    .units = coding->nunits,
                                    .lossless = coding->lossless};

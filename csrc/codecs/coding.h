@@ -16,6 +16,10 @@ struct kvs_coding {
   struct kvs_unit *units; /* in order of `coded` */
 };
 
+static inline uint64_t kvs_coding_nbytes(const struct kvs_coding *coding) { /* of a coded block */
+  return coding->coded_page_nbytes * coding->pages;
+}
+
 /* One more reference, which kvs_coding_close() drops. */
 const struct kvs_coding *kvs_coding_ref(const struct kvs_coding *);
 /* Whether both code the same blocks to the same bytes. */

@@ -93,9 +93,9 @@ static int check_coding(const struct kvs_engine *engine, const struct kvs_pool_l
                                                     : NULL;
   if (!coding) return KVS_OK;
   if (why) return kvs_fail(err, KVS_UNSUPPORTED, "a coded pool needs kernels, and they are off: %s", why);
-  if (layout->block_nbytes != coding->coded_page_nbytes * coding->pages)
+  if (layout->block_nbytes != kvs_coding_nbytes(coding))
     return kvs_fail(err, KVS_INVALID, "block_nbytes is %" PRIu64 "; a block is coded to %" PRIu64 " bytes",
-                    layout->block_nbytes, coding->coded_page_nbytes * coding->pages);
+                    layout->block_nbytes, kvs_coding_nbytes(coding));
   if ((layout->ptr | layout->stride | layout->pitch) % 16)
     return kvs_fail(err, KVS_INVALID,
                     "ptr is 0x%" PRIx64 ", stride %" PRIu64 " and pitch %" PRIu64
@@ -156,8 +156,7 @@ int kvs_pool_open_within(struct kvs_engine *engine, const struct kvs_pool_layout
                          struct kvs_pool **opened, struct kvs_error *err) {
   struct kvs_pool_layout layout = *asked;
   int status = kvs_dev_check(engine->device, err);
-  if (layout.coding && !layout.block_nbytes)
-    layout.block_nbytes = layout.coding->coded_page_nbytes * layout.coding->pages;
+  if (layout.coding && !layout.block_nbytes) layout.block_nbytes = kvs_coding_nbytes(layout.coding);
   if (!status) status = kvs_layout_check(&layout, err);
   if (!status) status = check_coding(engine, &layout, err);
   if (!status) status = check_group(engine, &layout, err);

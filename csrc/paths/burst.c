@@ -163,7 +163,8 @@ static void release(struct kvs_submission *s) {
   s->slots = NULL;
 }
 
-/* A slot's bytes. The kernel that codes works on more than the slot holds, and has no more than a slot's either. */
+/* The most bytes that a burst has in its slot. Coded bytes are fewer than the kernel's: of these, too, a burst has no
+ * more than a slot holds, so that its kernel takes no longer than another one. */
 static uint64_t burst_nbytes(const struct kvs_submission *s) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
   uint64_t nbytes = 0, packed = 0, slot = s->slots->slot_nbytes;
@@ -237,7 +238,7 @@ static int prepare(struct kvs_submission *s) {
 /* -- issuing --------------------------------------------------------------------------------------------------- */
 
 /* Measured, H200, beside a decode step: gathering costs the step 0.006 less with two CTAs an SM than with four,
- * scattering 0.005 more. Coding is faster with four: the next ones are there as soon as some end. */
+ * scattering 0.005 more. Coding is faster with four: where one has ended, the next one begins at once. */
 static unsigned full_width(const struct kvs_submission *s) {
   unsigned sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
   bool two = s->work->direction == KVS_D2H && !s->work->codings;
