@@ -226,8 +226,9 @@ class Server:
             return [(own, self._snapshot()), *asked]
 
     def _descriptors(self) -> list[int]:
-        listening = [] if self._listening is None else [self._listening.fileno()]
-        return listening if self._lock is None else [*listening, self._lock]
+        listening, lock = self._listening, self._lock  # the server's thread may let go meanwhile
+        descriptors = [] if listening is None else [listening.fileno()]
+        return descriptors if lock is None else [*descriptors, lock]
 
     def _look(self) -> list[int]:
         return [os.fstat(fd).st_ino for fd in self._descriptors()]
@@ -251,9 +252,10 @@ class Server:
         """Release the port and the lock. May be called twice."""
         atexit.unregister(self.close)
         self._end.set()
-        if self._listening is not None and self._still_ours():
+        listening = self._listening  # the server's thread may let go meanwhile: a client has woken it
+        if listening is not None and self._still_ours():
             with contextlib.suppress(OSError):
-                self._listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
+                listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLIENT_SECONDS)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -282,6 +283,24 @@ def test_silent_clients_are_bounded(server: _metrics_port.Server, port: int) -> 
         client.settimeout(PATIENCE)
         assert b" 400 " in client.recv(100) or client.recv(100) == b""
         client.close()
+
+
+def test_a_client_wakes_a_server_that_closes(
+    server: _metrics_port.Server, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has let go of the port between close()'s look and its use."""
+    still_ours = server._still_ours
+
+    def client_first() -> bool:
+        ours = still_ours()
+        if threading.current_thread() is not server._thread and server._thread.is_alive():
+            socket.create_connection(("127.0.0.1", port), PATIENCE).close()
+            server._thread.join(PATIENCE)
+            assert server._listening is None
+        return ours
+
+    monkeypatch.setattr(server, "_still_ours", client_first)
+    server.close()
 
 
 # -- who may ask, and what is left ------------------------------------------------------------------------------------
