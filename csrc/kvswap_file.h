@@ -19,6 +19,7 @@ extern "C" {
 enum {
   KVS_FILE_KEY_NBYTES = 512,     /* 1 to this many bytes */
   KVS_FILE_LAYOUT_NBYTES = 3072, /* limit of a layout's text */
+  KVS_FILE_CODINGS = 64,
   KVS_FILE_DIRECTORIES = 64,
 };
 #define KVS_FILE_BLOCK_NBYTES ((uint64_t)1 << 40) /* limit of a block */
@@ -63,6 +64,11 @@ struct kvs_file_settings {
   /* A directory at most three folders above, whose first store sets the capacity of all segments below it, of every
    * process, model and layout. NULL: `directory` with `shared`, otherwise none. */
   const char *bound;
+  /* The blocks are coded, one coding for each pool of a block, and block_nbytes is that of the coded ones together. The
+   * layout holds the text of each (kvs_coding_text()). Pools that are not coded are coded on the way to the file, and
+   * decoded on the way back. */
+  const struct kvs_coding *const *codings;
+  size_t ncodings; /* at most KVS_FILE_CODINGS; 0: blocks are stored as they are, and no pool is coded */
   uint64_t reserved[4];
 };
 

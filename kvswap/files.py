@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvswap._C import FileStore, FileTransfer, MissingKey
 from kvswap._clear import Cleared, clear
 from kvswap._regular import open_regular
+from kvswap.codecs import Coding
 
 __all__ = [
     "Cleared",
@@ -42,19 +43,24 @@ _MOST_TEXT = 3072
 class Layout:
     """The layout of a store's blocks. Two stores hold the same kind of blocks if, and only if, their layouts are equal.
 
-    block_nbytes: bytes of a block, from 1 on. fields: whatever tells blocks of one kind from another: model, dtype,
-    tokens a block, layers, heads, tensor-parallel rank and size; strings, numbers, booleans, None, or lists and dicts
-    of them. Their order does not count.
+    block_nbytes: bytes of a block in the files, from 1 on. coding: the blocks are coded: a kvswap.codecs.Coding, or a
+    list with one for each pool of a block; block_nbytes is their coded_nbytes in all. fields: whatever tells blocks of
+    one kind from another: model, dtype, tokens a block, layers, heads, tensor-parallel rank and size; strings, numbers,
+    booleans, None, or lists and dicts of them. Their order does not count.
     """
 
-    __slots__ = ("block_nbytes", "fields", "text")
+    __slots__ = ("block_nbytes", "codings", "fields", "text")
 
-    def __init__(self, block_nbytes: int, **fields: Any) -> None:
+    def __init__(self, block_nbytes: int, *, coding: Coding | Sequence[Coding] | None = None, **fields: Any) -> None:
         if isinstance(block_nbytes, bool) or not hasattr(block_nbytes, "__index__"):
             raise TypeError(f"block_nbytes must be an int, not {type(block_nbytes).__name__}")
         self.block_nbytes: int = block_nbytes.__index__()
         if self.block_nbytes < 1:
             raise ValueError(f"block_nbytes is {self.block_nbytes}: must be at least 1")
+        self.codings: tuple[Coding, ...] = (coding,) if isinstance(coding, Coding) else tuple(coding or ())
+        if self.codings:
+            _check_coded(self.block_nbytes, self.codings)
+            fields["coding"] = [json.loads(one.text) for one in self.codings]
         self.fields: Mapping[str, Any] = dict(fields)
         self.text: str = _canonical(fields)  # stands in the store's files
 
@@ -67,7 +73,8 @@ class Layout:
             fields = None
         if not isinstance(fields, dict) or fields.keys() & {"self", "block_nbytes"}:
             raise ValueError(f"layout is {text!r}: must be a JSON object of fields")
-        return cls(block_nbytes, **fields)
+        codings = [Coding.parse(json.dumps(one)) for one in _list_of(fields.pop("coding", []), text)]
+        return cls(block_nbytes, coding=codings, **fields)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self.block_nbytes, self.text) == (other.block_nbytes, other.text)
@@ -78,6 +85,21 @@ class Layout:
     def __repr__(self) -> str:
         fields = "".join(f", {name}={value!r}" for name, value in self.fields.items())
         return f"Layout({self.block_nbytes}{fields})"
+
+
+def _check_coded(block_nbytes: int, codings: Sequence[Coding]) -> None:
+    for i, one in enumerate(codings):
+        if not isinstance(one, Coding):
+            raise TypeError(f"coding[{i}] must be a kvswap.codecs.Coding, not {type(one).__name__}")
+    coded = sum(one.coded_nbytes for one in codings)
+    if coded != block_nbytes:
+        raise ValueError(f"block_nbytes is {block_nbytes}; a block is coded to {coded} bytes")
+
+
+def _list_of(value: Any, text: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"layout is {text!r}: coding must be a list of objects")
+    return value
 
 
 def _canonical(fields: Mapping[str, Any]) -> str:

@@ -101,6 +101,31 @@ static int by_offset(const void *left, const void *right) {
   return a->offset < b->offset ? -1 : a->offset > b->offset;
 }
 
+/* -- text ------------------------------------------------------------------------------------------------------ */
+
+/* JSON with sorted keys and no spaces, as Python's json writes it. */
+static void print_to(FILE *file, const struct kvs_coding *coding, const struct kvs_coding_layout *layout,
+                     const struct range *ranges, size_t count) {
+  fprintf(file, "{\"block_nbytes\":%llu,\"codec\":\"%s\",\"fields\":[", (unsigned long long)coding->block_nbytes,
+          layout->codec);
+  for (size_t i = 0; i < count; i++) {
+    const struct kvs_codec_ops *codec = kvs_codecs[ranges[i].codec];
+    fprintf(file, "%s[%llu,%llu,\"%s\",\"%s\",%d]", i ? "," : "", (unsigned long long)ranges[i].offset,
+            (unsigned long long)ranges[i].nbytes, kvs_kind_name(ranges[i].kind), codec->name, codec->version);
+  }
+  fprintf(file, "],\"page_nbytes\":%llu,\"pitch\":%llu,\"unit\":%d}", (unsigned long long)coding->page_nbytes,
+          (unsigned long long)layout->pitch, KVS_UNIT_NBYTES);
+}
+
+static int make_text(struct kvs_coding *coding, const struct kvs_coding_layout *layout, const struct range *ranges,
+                     size_t count, struct kvs_error *err) {
+  size_t nbytes;
+  FILE *file = open_memstream(&coding->text, &nbytes);
+  if (file) print_to(file, coding, layout, ranges, count);
+  if (file && fclose(file) == 0) return KVS_OK;
+  return kvs_fail(err, KVS_NOMEM, "no memory for the text of a coding of %zu fields", count);
+}
+
 /* -- cutting --------------------------------------------------------------------------------------------------- */
 
 static int push(struct kvs_coding *coding, const struct range *range, uint64_t offset, uint64_t pitch,
@@ -192,7 +217,7 @@ static int cut(struct kvs_coding *coding, const struct kvs_coding_layout *layout
   status = cut_page(coding, ranges, count, layout->pitch, err);
   if (!status && !is_coded(coding))
     return kvs_fail(err, KVS_INVALID, "codec %s codes none of the fields", layout->codec);
-  return status;
+  return status ? status : make_text(coding, layout, ranges, count, err);
 }
 
 /* -- the surface ----------------------------------------------------------------------------------------------- */
@@ -225,6 +250,7 @@ int kvs_coding_open(const struct kvs_coding_layout *given, struct kvs_coding **o
 void kvs_coding_close(struct kvs_coding *coding) {
   if (!coding || atomic_fetch_sub(&coding->refs, 1) != 1) return;
   free(coding->units);
+  free(coding->text);
   free(coding);
 }
 
@@ -232,6 +258,23 @@ const struct kvs_coding *kvs_coding_ref(const struct kvs_coding *coding) {
   atomic_fetch_add(&((struct kvs_coding *)coding)->refs, 1);
   return coding;
 }
+
+enum kvs_coded kvs_coding_check(const struct kvs_coding *coding, const void *coded) {
+  enum kvs_unit_verdict worst = KVS_UNIT_GOOD;
+  for (uint64_t page = 0; page < coding->pages; page++) {
+    const uint8_t *from = (const uint8_t *)coded + page * coding->coded_page_nbytes;
+    for (size_t i = 0; i < coding->nunits; i++) {
+      const struct kvs_unit *unit = &coding->units[i];
+      struct kvs_unit_head head;
+      memcpy(&head, from + unit->coded, sizeof head);
+      enum kvs_unit_verdict one = kvs_unit_check(unit, kvs_codecs[unit->codec]->version, &head);
+      if (one > worst) worst = one;
+    }
+  }
+  return (enum kvs_coded)worst;
+}
+
+const char *kvs_coding_text(const struct kvs_coding *coding) { return coding->text; }
 
 bool kvs_coding_is(const struct kvs_coding *a, const struct kvs_coding *b) {
   if (a == b) return true;

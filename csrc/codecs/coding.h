@@ -12,6 +12,7 @@ struct kvs_coding {
   uint64_t block_nbytes, page_nbytes, pages;
   uint64_t coded_page_nbytes;
   bool lossless;
+  char *text; /* kvs_coding_text() */
   size_t nunits, capacity;
   struct kvs_unit *units; /* in order of `coded` */
 };
@@ -20,9 +21,10 @@ static inline uint64_t kvs_coding_nbytes(const struct kvs_coding *coding) { /* o
   return coding->coded_page_nbytes * coding->pages;
 }
 
-/* One more reference, which kvs_coding_close() drops. */
-const struct kvs_coding *kvs_coding_ref(const struct kvs_coding *);
 /* Whether both code the same blocks to the same bytes. */
 bool kvs_coding_is(const struct kvs_coding *, const struct kvs_coding *);
+/* What the heads of a coded block say. GOOD: no unit is missing or of another coding; what stands behind the heads is
+ * not looked at. */
+enum kvs_coded kvs_coding_check(const struct kvs_coding *, const void *coded);
 
 #endif

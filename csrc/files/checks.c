@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "codecs/coding.h"
 #include "files/checks.h"
 #include "files/state.h"
 
@@ -15,6 +16,21 @@ int kvs_file_move_page(struct kvs_file_store *store, int fd, bool write, uint64_
   struct kvs_file_span span = {
       .fd = fd, .write = write, .dsync = dsync, .offset = offset, .pieces = {{page, KVS_FILE_PAGE}}, .npieces = 1};
   return kvs_file_move(&store->faults, &span, store->direct);
+}
+
+static int check_codings(const struct kvs_file_settings *s, struct kvs_error *err) {
+  uint64_t nbytes = 0;
+  if (s->ncodings > KVS_FILE_CODINGS)
+    return kvs_fail(err, KVS_INVALID, "%zu codings are given: at most %d", s->ncodings, KVS_FILE_CODINGS);
+  for (size_t i = 0; i < s->ncodings; i++) {
+    const char *text = kvs_coding_text(s->codings[i]);
+    nbytes += kvs_coding_nbytes(s->codings[i]);
+    if (!strstr(s->layout, text))
+      return kvs_fail(err, KVS_INVALID, "the layout does not say how the blocks are coded: it holds no %.150s", text);
+  }
+  if (nbytes == s->block_nbytes) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "block_nbytes is %llu; a block is coded to %llu bytes",
+                  (unsigned long long)s->block_nbytes, (unsigned long long)nbytes);
 }
 
 int kvs_file_check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
@@ -30,6 +46,7 @@ int kvs_file_check_settings(const struct kvs_file_settings *s, struct kvs_error 
                     KVS_FILE_LAYOUT_NBYTES);
   if (s->block_nbytes == 0 || s->block_nbytes > KVS_FILE_BLOCK_NBYTES)
     return kvs_fail(err, KVS_INVALID, "block_nbytes is %llu: must be 1 to 2**40", (unsigned long long)s->block_nbytes);
+  if (s->ncodings && check_codings(s, err)) return KVS_INVALID;
   if (s->depth > MOST_DEPTH) return kvs_fail(err, KVS_INVALID, "depth is %u: must be 1 to %d", s->depth, MOST_DEPTH);
   return KVS_OK;
 }
@@ -68,13 +85,25 @@ static const char *end_of_path(const char *path, size_t room) {
   return length > room ? path + length - room : path;
 }
 
+enum { SHOWN = 90 };
+
+/* Where to begin to show two texts, so that what differs is among the SHOWN characters: near the first difference. */
+static size_t shown_from(const char *a, const char *b) {
+  size_t same = 0;
+  if (strlen(a) <= SHOWN && strlen(b) <= SHOWN) return 0;
+  while (a[same] && a[same] == b[same]) same++;
+  return same < SHOWN / 2 ? 0 : same - SHOWN / 2;
+}
+
 int kvs_file_refuse_layout(const struct kvs_file_store *store, const struct kvs_file_root *root,
                            const struct kvs_file_geometry *there, const char *name, struct kvs_error *err) {
+  const size_t from = shown_from(there->layout, store->geometry.layout);
+  const char *cut = from ? "..." : "";
   return kvs_fail(err, KVS_INVALID,
-                  "%s holds blocks of another layout (%s), which are left alone: there '%.90s', %llu bytes a block; "
-                  "asked for '%.90s', %llu bytes",
-                  end_of_path(root->path, 80), name, there->layout, (unsigned long long)there->block_nbytes,
-                  store->geometry.layout, (unsigned long long)store->geometry.block_nbytes);
+                  "%s holds blocks of another layout (%s), which are left alone: there '%s%.90s', %llu bytes a block; "
+                  "asked for '%s%.90s', %llu bytes",
+                  end_of_path(root->path, 80), name, cut, there->layout + from, (unsigned long long)there->block_nbytes,
+                  cut, store->geometry.layout + from, (unsigned long long)store->geometry.block_nbytes);
 }
 
 void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room) {

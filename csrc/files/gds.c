@@ -103,6 +103,7 @@ static bool refuse(struct kvs_file_store *store, const char *why) {
 static bool is_wanted(struct kvs_file_store *store) {
   const struct kvs_file_settings *s = &store->settings;
   if (s->gds == KVS_FILE_GDS_OFF) return refuse(store, "not asked for");
+  if (s->ncodings) return refuse(store, "blocks are coded on the way to memory of the host");
   const struct kvs_device *device = kvs_engine_device(s->device);
   if (!kvs_cufile_named() && strcmp(device->ops->kind, "cuda") != 0) return refuse(store, "the device is not a GPU");
   if (!device->info.kernels) return refuse(store, "checksums are made by a kernel, and none could be loaded");

@@ -22,6 +22,7 @@
 #include <time.h>
 
 #include "base/crc32c.h"
+#include "codecs/coding.h"
 #include "files/cufile.h"
 #include "files/current.h"
 #include "files/descriptors.h"
@@ -228,10 +229,24 @@ static bool hold_locked(struct kvs_file_item *item, uint32_t slot) {
   return false;
 }
 
+/* Whether a coded block is one: a cache that finds it can load it. */
+static int check_coded(const struct kvs_file_item *item) {
+  const struct kvs_file_store *store = item->transfer->store;
+  const uint8_t *coded = kvs_file_memory_of(item);
+  enum kvs_coded worst = KVS_CODED_GOOD;
+  for (size_t i = 0; store->codings[i]; coded += kvs_coding_nbytes(store->codings[i++])) {
+    enum kvs_coded one = kvs_coding_check(store->codings[i], coded);
+    if (one > worst) worst = one;
+  }
+  return worst == KVS_CODED_GOOD ? KVS_OK : worst == KVS_CODED_NOT_STORED ? KVS_NOT_STORED : KVS_DAMAGED;
+}
+
 static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  int code, status = KVS_OK;
-  if (kvs_file_on_device(item) && item->staging != UINT32_MAX) status = kvs_file_gds_checksum(item, &item->crc, &code);
+  int code = 0, status = KVS_OK;
+  if (!item->transfer->pools || item->staging != UINT32_MAX) status = check_coded(item);
+  if (!status && kvs_file_on_device(item) && item->staging != UINT32_MAX)
+    status = kvs_file_gds_checksum(item, &item->crc, &code);
   if (status) return finish_item(item, status, code);
   pthread_mutex_lock(&store->lock);
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);

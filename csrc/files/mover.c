@@ -15,6 +15,7 @@
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "codecs/coding.h"
 #include "device/device.h"
 #include "files/current.h"
 #include "files/gds.h"
@@ -297,6 +298,10 @@ static void *serve(void *arg) {
 
 /* -- preparing a transfer ------------------------------------------------------------------------------------------ */
 
+static const struct kvs_coding *coding_of(const struct kvs_file_store *store, size_t pool) {
+  return pool < store->settings.ncodings ? store->codings[pool] : NULL;
+}
+
 static int open_pools_locked(struct kvs_file_mover *mover, const struct kvs_file_blocks *blocks,
                              struct kvs_error *err) {
   const struct kvs_file_geometry *g = &mover->store->geometry;
@@ -308,12 +313,13 @@ static int open_pools_locked(struct kvs_file_mover *mover, const struct kvs_file
     struct kvs_pool_layout theirs, ours = {.num_blocks = mover->nslots, .stride = g->slot_nbytes, .rows = 1};
     kvs_pool_get_layout(blocks->pools[n], &theirs);
     ours.ptr = mover->staging + offset;
-    ours.block_nbytes = theirs.block_nbytes;
+    ours.coding = coding_of(mover->store, n);
+    ours.block_nbytes = ours.coding ? kvs_coding_nbytes(ours.coding) : theirs.block_nbytes;
     ours.group = n ? pools[0] : NULL;
     ours.name = "staging of files";
     status = kvs_pool_open(mover->engine, &ours, &pools[n], err);
     if (status) break;
-    offset += theirs.block_nbytes;
+    offset += ours.block_nbytes;
   }
   if (!status) {
     mover->pools = pools;
@@ -323,6 +329,21 @@ static int open_pools_locked(struct kvs_file_mover *mover, const struct kvs_file
   while (n > 0) kvs_pool_unref(pools[--n]);
   free(pools);
   return status;
+}
+
+/* An empty copy says whether blocks can be coded between these pools and staging. */
+static int try_coding(struct kvs_file_mover *mover, const struct kvs_file_blocks *blocks, bool load,
+                      struct kvs_error *err) {
+  const struct kvs_move move = {.src = load ? mover->pools : blocks->pools,
+                                .dst = load ? blocks->pools : mover->pools,
+                                .npairs = blocks->npools,
+                                .src_ids = {.width = 8},
+                                .dst_ids = {.width = 8}};
+  const struct kvs_options options = {.on_stream = true, .stream = mover->streams[load]};
+  struct kvs_transfer *transfer;
+  int status = kvs_move_blocks(&move, &options, &transfer, err);
+  if (!status) kvs_transfer_unref(transfer);
+  return status == KVS_QUEUE_FULL ? KVS_OK : status;
 }
 
 /* The first pools define how staging is divided; all later blocks must match them. */
@@ -335,12 +356,36 @@ static int match_pools(struct kvs_file_mover *mover, const struct kvs_file_block
     struct kvs_pool_layout theirs, ours;
     kvs_pool_get_layout(blocks->pools[i], &theirs);
     kvs_pool_get_layout(mover->pools[i], &ours);
-    same = theirs.block_nbytes == ours.block_nbytes;
+    same = ours.coding || theirs.block_nbytes == ours.block_nbytes;
   }
   pthread_mutex_unlock(&mover->pools_lock);
   if (status || same) return status;
   return kvs_fail(err, KVS_INVALID, "the store was used with pools of other sizes before: a block is made of %zu",
                   mover->npools);
+}
+
+static int check_coding(const struct kvs_file_store *store, size_t i, size_t npools,
+                        const struct kvs_pool_layout *layout, struct kvs_error *err) {
+  const struct kvs_coding *coding = coding_of(store, i);
+  const size_t n = store->settings.ncodings;
+  if (n && n != npools)
+    return kvs_fail(err, KVS_INVALID, "blocks are in %zu pools; the layout of the store has %zu codings, one a pool",
+                    npools, n);
+  if (!coding && layout->coding)
+    return kvs_fail(err, KVS_INVALID,
+                    "blocks[%zu] (pool '%s') is coded, and the layout of the store does not say so: make it with "
+                    "coding=, as the pool",
+                    i, layout->name);
+  if (!coding ||
+      (layout->coding ? kvs_coding_is(layout->coding, coding) : layout->block_nbytes == coding->block_nbytes))
+    return KVS_OK;
+  if (layout->coding)
+    return kvs_fail(err, KVS_INVALID, "blocks[%zu] (pool '%s') is coded as %.150s, the blocks of the store as %.150s",
+                    i, layout->name, kvs_coding_text(layout->coding), kvs_coding_text(coding));
+  return kvs_fail(err, KVS_INVALID,
+                  "blocks[%zu] (pool '%s') has blocks of %" PRIu64 " bytes; the store codes blocks of %" PRIu64
+                  " bytes and takes those of pools that are coded as it is",
+                  i, layout->name, layout->block_nbytes, coding->block_nbytes);
 }
 
 static int check_pools(const struct kvs_file_store *store, const struct kvs_file_blocks *blocks,
@@ -351,7 +396,9 @@ static int check_pools(const struct kvs_file_store *store, const struct kvs_file
     int status = kvs_pool_check_open(blocks->pools[i], err);
     if (status) return status;
     kvs_pool_get_layout(blocks->pools[i], &layout);
-    nbytes += layout.block_nbytes;
+    status = check_coding(store, i, blocks->npools, &layout, err);
+    if (status) return status;
+    nbytes += coding_of(store, i) ? kvs_coding_nbytes(coding_of(store, i)) : layout.block_nbytes;
     if (kvs_pool_engine(blocks->pools[i]) != store->mover->engine)
       return kvs_fail(err, KVS_INVALID, "blocks[%zu] is a pool of %s, and the store of %s", i,
                       kvs_engine_name(kvs_pool_engine(blocks->pools[i])), kvs_engine_name(store->mover->engine));
@@ -406,11 +453,14 @@ static int set_up_own_pools(struct kvs_file_transfer *transfer, const struct kvs
   if (!status) status = read_slots(transfer, blocks, err);
   if (status) return status;
   kvs_pool_get_layout(blocks->pools[0], &layout);
-  bool in_place = blocks->npools == 1 && in_host_memory(mover, &layout);
+  bool coded_here = transfer->store->settings.ncodings && !layout.coding;
+  bool in_place = blocks->npools == 1 && !coded_here && in_host_memory(mover, &layout);
   for (size_t i = 0; in_place && i < transfer->nitems; i++)
     transfer->items[i].address = layout.ptr + (uint64_t)transfer->slots[i] * layout.stride;
   if (in_place) return KVS_OK;
   status = match_pools(mover, blocks, err);
+  if (!status && transfer->store->settings.ncodings)
+    status = try_coding(mover, blocks, transfer->kind == KVS_FILE_LOAD, err);
   if (status) return status;
   transfer->pools = pools;
   transfer->npools = blocks->npools;

@@ -68,7 +68,8 @@ struct kvs_gds;
 struct kvs_file_store {
   atomic_uint refs;
   unsigned fork_generation;
-  struct kvs_file_settings settings; /* directory and layout point to the store's own copies; `more` is NULL */
+  struct kvs_file_settings settings; /* directory, layout and codings are the store's own copies; `more` is NULL */
+  const struct kvs_coding **codings; /* settings.codings, with references; NULL behind the last */
   struct kvs_file_geometry geometry;
   int refusal; /* read-only, because the disk refuses writes: why stores and deletes fail, an errno; 0: it does not */
   char readonly_note[240];     /* the same in words */

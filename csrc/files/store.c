@@ -10,6 +10,7 @@
 #include "base/crc32c.h"
 #include "base/thread.h"
 #include "base/wait.h"
+#include "codecs/coding.h"
 #include "files/bound.h"
 #include "files/checks.h"
 #include "files/cufile.h"
@@ -190,8 +191,21 @@ static bool make_roots(struct kvs_file_store *store, const struct kvs_file_setti
   return store->roots && (store->peers || !settings->shared);
 }
 
+static bool take_codings(struct kvs_file_store *store, const struct kvs_file_settings *settings) {
+  store->codings = calloc(settings->ncodings + 1, sizeof(struct kvs_coding *));
+  for (size_t i = 0; store->codings && i < settings->ncodings; i++)
+    store->codings[i] = kvs_coding_ref(settings->codings[i]);
+  return store->codings;
+}
+
+static void drop_codings(struct kvs_file_store *store) {
+  for (size_t i = 0; store->codings && store->codings[i]; i++) kvs_coding_close((struct kvs_coding *)store->codings[i]);
+  free(store->codings);
+}
+
 static void free_store(struct kvs_file_store *store) {
   if (!leave_list(store)) return;
+  drop_codings(store);
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
@@ -214,7 +228,8 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   char *directory = kvs_file_absolute_path(asked->directory);
   settings.directory = directory;
   if (!store || !directory || !make_roots(store, &settings) || !kvs_file_index_init(&store->index) ||
-      kvs_file_queue_init(&store->queue, &store->popped, err)) {
+      !take_codings(store, &settings) || kvs_file_queue_init(&store->queue, &store->popped, err)) {
+    if (store) drop_codings(store);
     if (store) kvs_file_index_free(&store->index);
     if (store) free_roots(store);
     free(directory);
@@ -224,6 +239,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *asked, s
   }
   atomic_init(&store->refs, 1);
   store->fork_generation = kvs_fork_generation();
+  settings.codings = store->codings;
   store->settings = settings;
   store->settings.more = NULL;
   store->settings.layout = store->geometry.layout;

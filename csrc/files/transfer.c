@@ -50,6 +50,8 @@ static int set_up_parts(struct kvs_file_transfer *transfer, const struct kvs_fil
                         const struct kvs_file_options *options, struct kvs_error *err) {
   const uint64_t nbytes = transfer->store->geometry.block_nbytes;
   const size_t n = options->nparts;
+  if (transfer->store->settings.ncodings)
+    return kvs_fail(err, KVS_INVALID, "a coded block has no parts: it lies together, at one address");
   if (n > KVS_FILE_PARTS) return kvs_fail(err, KVS_INVALID, "a block has %zu parts: at most %d", n, KVS_FILE_PARTS);
   if (transfer->nitems >= SIZE_MAX / sizeof(uint64_t) / n - 1)
     return kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks of %zu parts", transfer->nitems, n);
@@ -265,7 +267,12 @@ static int fail_item(const struct kvs_file_item *item, struct kvs_error *err) {
     if (item->code == KVS_FILE_CLEARED)
       return kvs_fail(err, KVS_MISSING, "block %zu is not in the store: it was cleared during the load", position);
     return kvs_fail(err, KVS_MISSING, "block %zu is not in the store", position);
+  case KVS_NOT_STORED:
+    return kvs_fail(err, KVS_NOT_STORED, "block %zu does not fit its coded size, and is not stored", position);
   case KVS_DAMAGED:
+    if (item->transfer->kind == KVS_FILE_STORE)
+      return kvs_fail(err, KVS_DAMAGED,
+                      "block %zu is not stored: its bytes are not a block that is coded as the store's", position);
     return kvs_fail(err, KVS_DAMAGED, "block %zu is damaged on disk: its header or checksum is wrong, it is lost",
                     position);
   case KVS_NO_ROOM:

@@ -9,6 +9,17 @@ static const char *const kind_names[] = {"raw", "bf16", "fp16", "e4m3", "e5m2", 
 
 struct kvs_coding *kvs_py_coding_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, capsule_name); }
 
+struct kvs_coding *kvs_py_coding_from(PyObject *object, const char *name, Py_ssize_t index) {
+  PyObject *capsule = PyObject_GetAttrString(object, "_coding");
+  struct kvs_coding *coding = capsule == NULL ? NULL : kvs_py_coding_of(capsule);
+  Py_XDECREF(capsule); /* `object` holds it */
+  if (coding != NULL) return coding;
+  PyErr_Clear();
+  (void)kvs_py_complain(PyExc_TypeError, name, index, "must be a kvswap.codecs.Coding, not %s",
+                        Py_TYPE(object)->tp_name);
+  return NULL;
+}
+
 static void drop(PyObject *capsule) { kvs_coding_close(kvs_py_coding_of(capsule)); }
 
 /* (offset, nbytes, kind, codec or None); the text lives as long as the tuple. */
@@ -63,9 +74,9 @@ static PyObject *coding_info(PyObject *module, PyObject *capsule) {
   struct kvs_coding_info info;
   if (coding == NULL) return NULL;
   kvs_coding_get_info(coding, &info);
-  return Py_BuildValue("(KKKKKO)", (unsigned long long)info.block_nbytes, (unsigned long long)info.page_nbytes,
+  return Py_BuildValue("(KKKKKOs)", (unsigned long long)info.block_nbytes, (unsigned long long)info.page_nbytes,
                        (unsigned long long)info.coded_nbytes, (unsigned long long)info.coded_page_nbytes,
-                       (unsigned long long)info.units, info.lossless ? Py_True : Py_False);
+                       (unsigned long long)info.units, info.lossless ? Py_True : Py_False, kvs_coding_text(coding));
 }
 
 /* Arguments of both calls, in the order of C's encoding. */
@@ -114,8 +125,9 @@ static PyObject *decode(PyObject *module, PyObject *const *args, Py_ssize_t narg
 PyDoc_STRVAR(open_doc, "_coding_open($module, /, block_nbytes, page_nbytes, pitch, codec, fields)\n--\n\n"
                        "For kvswap.codecs: how blocks are coded, a capsule. fields: (offset, nbytes, kind, codec or "
                        "None), each.");
-PyDoc_STRVAR(info_doc, "_coding_info($module, coding, /)\n--\n\n"
-                       "(block_nbytes, page_nbytes, coded_nbytes, coded_page_nbytes, units of a page, lossless).");
+PyDoc_STRVAR(info_doc,
+             "_coding_info($module, coding, /)\n--\n\n"
+             "(block_nbytes, page_nbytes, coded_nbytes, coded_page_nbytes, units of a page, lossless, text).");
 PyDoc_STRVAR(encode_doc,
              "_coding_encode($module, /, coding, blocks, stride, page_stride, coded, coded_stride, count, verdicts, "
              "valid_nbytes)\n--\n\n"

@@ -5,6 +5,7 @@
 #include "../files/engine_uring.h"
 #include "../files/store.h"
 #include "args.h"
+#include "codec.h"
 #include "dicts.h"
 #include "errors.h"
 #include "file_calls.h"
@@ -60,9 +61,28 @@ static int read_choice(PyObject *value, const char *name, const char *const *cho
   return *choice < 0 ? -1 : 0;
 }
 
-/* A Layout: any object with text and block_nbytes. *keep owns the text. */
+/* layout.codings, a tuple; `codings` has room for KVS_FILE_CODINGS. They live as long as the layout. */
+static int read_codings(PyObject *layout, struct kvs_file_settings *settings, const struct kvs_coding **codings) {
+  PyObject *given = PyObject_GetAttrString(layout, "codings");
+  if (given == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) return PyErr_Clear(), 0;
+  Py_ssize_t count = given == NULL || !PyTuple_Check(given) ? -1 : PyTuple_GET_SIZE(given);
+  int rc = 0;
+  if (given != NULL && (count < 0 || count > KVS_FILE_CODINGS))
+    (void)kvs_py_complain(PyExc_TypeError, "layout.codings", -1, "must be a tuple of at most %d", KVS_FILE_CODINGS);
+  if (count < 0 || count > KVS_FILE_CODINGS) rc = -1;
+  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) {
+    codings[i] = kvs_py_coding_from(PyTuple_GET_ITEM(given, i), "layout.codings", i);
+    rc = codings[i] == NULL ? -1 : 0;
+  }
+  settings->codings = codings;
+  settings->ncodings = rc < 0 ? 0 : (size_t)count;
+  Py_XDECREF(given);
+  return rc;
+}
+
+/* A Layout: any object with text and block_nbytes, and codings if its blocks are coded. *keep owns the text. */
 static int read_layout(struct kvs_py_state *state, PyObject *layout, struct kvs_file_settings *settings,
-                       PyObject **keep) {
+                       const struct kvs_coding **codings, PyObject **keep) {
   PyObject *nbytes = PyObject_GetAttrString(layout, "block_nbytes");
   if (nbytes == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
     PyErr_Clear();
@@ -77,7 +97,7 @@ static int read_layout(struct kvs_py_state *state, PyObject *layout, struct kvs_
   if (rc < 0) return -1;
   *keep = PyObject_GetAttrString(layout, "text");
   settings->layout = *keep == NULL ? NULL : PyUnicode_AsUTF8(*keep);
-  return settings->layout == NULL ? -1 : 0;
+  return settings->layout == NULL ? -1 : read_codings(layout, settings, codings);
 }
 
 static int read_settings(PyObject *const *values, struct kvs_file_settings *settings) {
@@ -109,8 +129,9 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
 
 /* Arguments of the thread that opens a store. */
 struct store_opening {
-  struct kvs_file_settings settings; /* owns copies of the texts and a reference to the device */
+  struct kvs_file_settings settings; /* owns copies of the texts, and references to the device and the codings */
   struct kvs_file_store *store;
+  const struct kvs_coding *codings[KVS_FILE_CODINGS];
   char *more[KVS_FILE_DIRECTORIES];
 };
 
@@ -120,6 +141,7 @@ static void free_opening(struct store_opening *opening) {
   free((char *)(uintptr_t)opening->settings.layout);
   free((char *)(uintptr_t)opening->settings.bound);
   for (size_t i = 0; i < KVS_FILE_DIRECTORIES; ++i) free(opening->more[i]);
+  for (size_t i = 0; i < opening->settings.ncodings; ++i) kvs_coding_close((struct kvs_coding *)opening->codings[i]);
   free(opening);
 }
 
@@ -133,6 +155,8 @@ static struct store_opening *new_opening(const struct kvs_file_settings *setting
   opening->settings.bound = settings->bound == NULL ? NULL : strdup(settings->bound);
   bool copied = settings->bound == NULL || opening->settings.bound != NULL;
   for (size_t i = 0; i < settings->nmore; ++i) copied &= (opening->more[i] = strdup(settings->more[i])) != NULL;
+  for (size_t i = 0; i < settings->ncodings; ++i) opening->codings[i] = kvs_coding_ref(settings->codings[i]);
+  opening->settings.codings = opening->codings;
   if (settings->device != NULL) kvs_engine_ref(settings->device);
   if (copied && opening->settings.directory != NULL && opening->settings.layout != NULL) return opening;
   free_opening(opening);
@@ -237,6 +261,7 @@ static int parse_and_open(struct kvs_py_state *state, PyObject *args, PyObject *
   struct kvs_file_settings settings = {0};
   PyObject *v[ARGUMENTS] = {NULL}, *paths = NULL, *text = NULL, *bound = NULL;
   const char *more[KVS_FILE_DIRECTORIES];
+  const struct kvs_coding *codings[KVS_FILE_CODINGS];
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
                                    &v[CAPACITY], &v[DEVICE], &v[DURABILITY], &v[ENGINE], &v[DEPTH], &v[QUEUE],
                                    &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY], &v[GDS],
@@ -244,7 +269,7 @@ static int parse_and_open(struct kvs_py_state *state, PyObject *args, PyObject *
     return -1;
   int rc = -1;
   if (read_directories(v[DIRECTORY], &paths, more, &settings) == 0 && read_bound(v[BOUND], &bound, &settings) == 0 &&
-      read_layout(state, v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
+      read_layout(state, v[LAYOUT], &settings, codings, &text) == 0 && read_settings(v, &settings) == 0 &&
       (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
     rc = open_store(state, &settings, store);
   if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store holds its own reference */
@@ -694,7 +719,11 @@ PyDoc_STRVAR(
     "Blocks by key in the files of a directory, which is created if missing (mode 0700).\n\n"
     "directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with\n"
     "  all its directories or not at all; their order does not count.\n"
-    "layout: a Layout. A directory of another layout is refused (ValueError) and left unchanged.\n"
+    "layout: a Layout. A directory of another layout is refused (ValueError) and left unchanged. With coding= the "
+    "files\n"
+    "  hold coded blocks: those of pools that are not coded are coded on the way, and decoded on the way back; a "
+    "block\n"
+    "  that does not fit fails alone. Coded pools and arrays go as they are, if they are blocks of that coding.\n"
     "capacity: limit of the files' bytes; beyond it the least recently used blocks are evicted.\n"
     "device: of the Pools whose blocks are stored and loaded: a Device or its name. None: host memory only.\n"
     "durability: when a block counts as stored: 'none': the kernel has it (it survives this process); 'flush': it was\n"

@@ -53,17 +53,9 @@ static int read_group(struct kvs_py_state *state, PyObject *value, struct kvs_po
   return 0;
 }
 
-/* The coding of a kvswap.codecs.Coding. */
 static int read_coding(PyObject *value, struct kvs_pool_layout *layout) {
   if (!kvs_py_given(value)) return 0;
-  PyObject *capsule = PyObject_GetAttrString(value, "_coding");
-  if (capsule != NULL) layout->coding = kvs_py_coding_of(capsule);
-  if (layout->coding == NULL) {
-    PyErr_Clear();
-    (void)kvs_py_complain(PyExc_TypeError, "coding", -1, "must be a kvswap.codecs.Coding or None, not %s",
-                          Py_TYPE(value)->tp_name);
-  }
-  Py_XDECREF(capsule); /* `value` holds it */
+  layout->coding = kvs_py_coding_from(value, "coding", -1);
   return layout->coding == NULL ? -1 : 0;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class Coding:
     each (default: one). fields: what the bytes of a page are; they repeat every `pitch` bytes (default: a page), and
     what no field names is kept as it is. No fields: all is bf16. Nothing is coded across pages or fields, or across
     repetitions of a field that fills the pitch.
+
+    text: all that the coded bytes depend on, as JSON. Codings are equal where their texts are.
     """
 
     __slots__ = (
@@ -53,6 +56,7 @@ class Coding:
         "lossless",
         "page_nbytes",
         "pitch",
+        "text",
         "units",
     )
 
@@ -69,8 +73,29 @@ class Coding:
         rows = tuple(tuple(field) for field in self.fields)
         self._coding = _C._coding_open(block_nbytes, page_nbytes or 0, pitch or 0, codec, rows)
         found = _C._coding_info(self._coding)
-        self.block_nbytes, self.page_nbytes, self.coded_nbytes, _, self.units, self.lossless = found
+        self.block_nbytes, self.page_nbytes, self.coded_nbytes, _, self.units, self.lossless, self.text = found
         self.codec, self.pitch = codec, pitch or self.page_nbytes
+
+    @classmethod
+    def parse(cls, text: str) -> Coding:
+        """The coding of that text. ValueError: it is none, or of a codec's version that this kvswap does not have."""
+        try:
+            of = json.loads(text)
+            fields = [(*field[:3], None if field[3] == "raw" else field[3]) for field in of["fields"]]
+            coding = cls(
+                of["block_nbytes"], of["codec"], page_nbytes=of["page_nbytes"], fields=fields, pitch=of["pitch"]
+            )
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{text!r} is not the text of a Coding: {error}") from None
+        if json.loads(coding.text) != of:
+            raise ValueError(f"blocks coded as {text!r} cannot be read: this kvswap codes as {coding.text!r}")
+        return coding
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Coding) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     @property
     def ratio(self) -> float:

@@ -228,7 +228,7 @@ def test_a_host_pool_of_coded_blocks(device: kvswap.Device, layout: str) -> None
     tiers.load([7, 8, 5], [4, 5, 6]).wait(PATIENCE)
     blocks = tiers.blocks()
     np.testing.assert_array_equal(blocks[[4, 5, 6]], blocks[[1, 2, 3]])
-    with pytest.raises(TypeError, match=r"coding must be a kvswap.codecs.Coding or None, not str"):
+    with pytest.raises(TypeError, match=r"coding must be a kvswap.codecs.Coding, not str"):
         memory.pool(coding="exact")
 
 
@@ -459,7 +459,7 @@ def test_layouts_that_are_refused(device: kvswap.Device) -> None:
     refused("multiples of 16", ptr + 8, 4, coded)
     refused("multiples of 16", ptr, 4, coded, stride=coded + 8)
     refused("do not hold whole coded pages", ptr, 4, coded, rows=2 * LAYERS, pitch=coded)
-    refused("coding must be a kvswap.codecs.Coding or None, not str", ptr, 4, coded, coding="exact")
+    refused("coding must be a kvswap.codecs.Coding, not str", ptr, 4, coded, coding="exact")
 
 
 def test_moves_that_are_refused(device: kvswap.Device) -> None:

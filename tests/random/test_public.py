@@ -445,9 +445,9 @@ def store_asked(w: World, me: Mine) -> None:
     w.store.take_events()
 
 
-@call(*(f"kvswap.codecs.Coding{name}" for name in ("", ".decode", ".encode")))
+@call(*(f"kvswap.codecs.Coding{name}" for name in ("", ".decode", ".encode", ".parse")))
 def coding(w: World, me: Mine) -> None:
-    own = codecs.Coding(NBYTES, me.of(list(codecs.CODECS))) if me.chance(4) else w.coding
+    own = codecs.Coding(NBYTES, me.of(list(codecs.CODECS))) if me.chance(4) else codecs.Coding.parse(w.coding.text)
     block = 0x3E00 | me.rng.integers(0, 1 << 8, NBYTES // 2).astype(np.uint16)
     coded, _ = own.encode(block)
     again, _ = own.encode(own.decode(coded)[0])
