@@ -189,7 +189,7 @@ def _paths(*, kernels: str, threads: str) -> dict[str, str]:
 
 def _disabled(path: str) -> str:
     names = os.environ.get("KVSWAP_DISABLE", "").split(",")
-    return "KVSWAP_DISABLE names it" if path in names else ""
+    return f"KVSWAP_DISABLE names '{path}'" if path in names else ""
 
 
 def _kernel_path(info: CudaInfo) -> str:

@@ -118,3 +118,8 @@ void kvs_tables_close(struct kvs_engine *engine) {
   }
   if (tables->upload) (void)kvs_dev_stream_destroy(engine->device, tables->upload, &ignored);
 }
+
+const char *kvs_kernels_off(const struct kvs_engine *engine) {
+  if (engine->disabled.kernel) return "KVSWAP_DISABLE names 'kernel'";
+  return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
+}

@@ -68,4 +68,6 @@ int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream strea
                   uint64_t *rows, struct kvs_error *);
 void kvs_table_put(struct kvs_engine *, struct kvs_table_of_rows *);
 
+const char *kvs_kernels_off(const struct kvs_engine *); /* why; NULL: they are on */
+
 #endif

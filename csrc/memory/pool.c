@@ -88,9 +88,7 @@ static void name_pool(struct kvs_pool *pool, const char *name) {
 /* Kernels code, 16 bytes at a time. */
 static int check_coding(const struct kvs_engine *engine, const struct kvs_pool_layout *layout, struct kvs_error *err) {
   const struct kvs_coding *coding = layout->coding;
-  const char *why = engine->disabled.kernel         ? "KVSWAP_DISABLE names 'kernel'"
-                    : !engine->device->info.kernels ? engine->device->info.kernels_note
-                                                    : NULL;
+  const char *why = kvs_kernels_off(engine);
   if (!coding) return KVS_OK;
   if (why) return kvs_fail(err, KVS_UNSUPPORTED, "a coded pool needs kernels, and they are off: %s", why);
   if (layout->block_nbytes != kvs_coding_nbytes(coding))

@@ -109,13 +109,9 @@ static void set_note(struct kvs_engine *engine, bool bursts, const char *note) {
 }
 
 void kvs_slots_open(struct kvs_engine *engine) {
-  const struct kvs_device_info *info = &engine->device->info;
   bool cuda = strcmp(engine->device->ops->kind, "cuda") == 0;
   uint64_t wanted = cuda ? CUDA_SLOT_NBYTES : HOST_SLOT_NBYTES, nbytes = wanted;
-  const char *why = engine->disabled.burst    ? "KVSWAP_DISABLE names it"
-                    : engine->disabled.kernel ? "KVSWAP_DISABLE names 'kernel', which it needs"
-                    : !info->kernels          ? info->kernels_note
-                                              : NULL;
+  const char *why = engine->disabled.burst ? "KVSWAP_DISABLE names 'burst'" : kvs_kernels_off(engine);
   struct kvs_slots sets[SETS];
   struct kvs_error err = {.status = KVS_OK};
   while (!why && sets_open(engine, nbytes, SLOTS, sets, &err)) {
@@ -258,8 +254,8 @@ int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, 
     return kvs_fail(err, KVS_INVALID,
                     "%u slots of %" PRIu64 " bytes: 2 to %d of a multiple of 128 KiB, at most 1 GiB; 0 bytes: none",
                     count, slot_nbytes, KVS_SLOTS_MOST);
-  if (slot_nbytes && !engine->device->info.kernels)
-    return kvs_fail(err, KVS_UNSUPPORTED, "path 'burst' is off: %s", engine->device->info.kernels_note);
+  const char *why = slot_nbytes ? kvs_kernels_off(engine) : NULL;
+  if (why) return kvs_fail(err, KVS_UNSUPPORTED, "path 'burst' is off: %s", why);
   void *what = (void *)(uintptr_t)(slot_nbytes + (slot_nbytes ? count : 0));
   return kvs_reclaim_start(engine, resize_now, what, task, err);
 }

@@ -39,11 +39,6 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
 
 /* -- preparing ----------------------------------------------------------------------------------------------------- */
 
-const char *kvs_kernels_off(const struct kvs_engine *engine) {
-  if (engine->disabled.kernel) return "KVSWAP_DISABLE names it";
-  return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
-}
-
 /* With one hardware queue the model's kernels stay behind those that wait for a copy. Measured, H200, beside a decode
  * step: copies and 2-D copies add nothing to what one bare copy costs, bursts 0.2 and the kernel 0.3 D2H, 0.2 H2D. A
  * shorter copy holds its caller for longer than a kernel that moves as much holds the model. */

@@ -9,7 +9,6 @@
  * the place of a bad source there are so many zeros. */
 enum { KVS_KERNEL_PIECE = 32 << 10 };
 
-const char *kvs_kernels_off(const struct kvs_engine *); /* why; NULL: they are on */
 /* Whether kernels keep the priority's promise, or nothing else can move the blocks as well. */
 bool kvs_kernels_allowed(const struct kvs_submission *);
 

@@ -676,13 +676,13 @@ TRY = """
     [
         (
             {"KVSWAP_DISABLE": "burst"},
-            {"burst": "path 'burst' is off: KVSWAP_DISABLE names it", "kernel": "kernel True"},
+            {"burst": "path 'burst' is off: KVSWAP_DISABLE names 'burst'", "kernel": "kernel True"},
         ),
         (
             {"KVSWAP_DISABLE": "kernel"},
             {
-                "burst": "path 'burst' is off: KVSWAP_DISABLE names 'kernel', which it needs",
-                "kernel": "path 'kernel' is off: KVSWAP_DISABLE names it",
+                "burst": "path 'burst' is off: KVSWAP_DISABLE names 'kernel'",
+                "kernel": "path 'kernel' is off: KVSWAP_DISABLE names 'kernel'",
                 "strided": "strided True",
             },
         ),
