@@ -8,10 +8,9 @@
 struct kvs_device;
 struct kvs_costs;
 struct kvs_pattern_job;
-struct kvs_reclaim;
 
 /* -- engine/engine.c ----------------------------------------------------------------------------------------------- */
-/* Private: they serve kvswap.calibrate and kvswap.testing, or wait in steps so that Ctrl-C works. */
+/* Private: they serve kvswap.calibrate and kvswap.testing. */
 
 /* Whether a device would open with the variables KVSWAP_... of the environment; err names the first wrong one. */
 int kvs_environment_check(struct kvs_error *err);
@@ -33,12 +32,6 @@ uint64_t kvs_engine_compute_stream(struct kvs_engine *engine);
 
 /* For tests that must fail: skip the waits for one kind of hazard, "raw", "war" or "waw"; NULL: skip none. */
 int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
-
-/* kvs_engine_synchronize() in steps, for callers with work between waits: start, wait (KVS_TIMEOUT: again), drop. */
-struct kvs_sync;
-int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, struct kvs_error *err);
-int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
-void kvs_sync_drop(struct kvs_sync *sync);
 
 /* -- lanes/registry.c ---------------------------------------------------------------------------------------------- */
 /* Private: they show the seam below the C surface, and count releases of Python objects. */
@@ -80,15 +73,8 @@ int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst,
 bool kvs_path_needs_kernels(enum kvs_path path);
 bool kvs_path_needs_threads(enum kvs_path path);
 
-/* -- paths/slots.c ------------------------------------------------------------------------------------------------- */
-/* Private: waits in steps, so that Ctrl-C works. */
-
-/* kvs_engine_set_slots() in steps: end with kvs_reclaim_leave(KVS_LEAVE_DROP). */
-int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count,
-                               struct kvs_reclaim **task, struct kvs_error *err);
-
 /* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
-/* Private: waits in steps, and a check that other layers make before they use a pool. */
+/* Private: a wait with a limit, and a check that other layers make before they use a pool. */
 
 /* As kvs_pool_open(), which waits for a minute for memory that another thread is giving back. KVS_TIMEOUT. */
 #define KVS_POOL_PATIENCE_NS (INT64_C(60) * 1000000000)
@@ -99,40 +85,33 @@ int kvs_pool_open_within(struct kvs_engine *, const struct kvs_pool_layout *, in
 int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 
 /* -- memory/memory.c ----------------------------------------------------------------------------------------------- */
-/* Private: waits in steps, so that Ctrl-C works, and destructors, which must not wait. */
+/* Private: waits with a limit, and destructors, which must not wait. */
 
 /* As kvs_engine_alloc(). KVS_ALLOC_CHUNKS: device memory mapped in chunks, as torch's expandable segments are; each
  * chunk can be shared with other processes by a descriptor. */
 enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
 int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                           struct kvs_error *err);
-/* The same in steps: a driver with little memory left waits for the device, so a thread makes its call. KVS_TIMEOUT: it
- * goes on. Leaving frees what was allocated and not given to the caller. */
-struct kvs_allocating;
-int kvs_engine_alloc_start(struct kvs_engine *, size_t nbytes, enum kvs_alloc, struct kvs_allocating **,
-                           struct kvs_error *);
-int kvs_engine_alloc_wait(struct kvs_allocating *, int64_t timeout_ns, uint64_t *ptr, struct kvs_error *);
-void kvs_engine_alloc_leave(struct kvs_allocating *);
+/* The same in a thread, since a driver with little memory left waits for the device. Waits for frees under way if there
+ * is no room. KVS_TIMEOUT: what is allocated later is freed. */
+int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                            uint64_t *ptr, struct kvs_error *err);
 
-/* kvs_engine_free() and kvs_engine_unregister() in steps (memory/reclaim.h), for callers with work between waits:
- * start, kvs_reclaim_wait (KVS_TIMEOUT: again), kvs_reclaim_leave. */
-int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err);
-int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
-                                struct kvs_error *err);
-int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err);
+/* kvs_engine_free() and kvs_engine_unregister() with a limit. kept: the call failed and may be made again. */
+int kvs_engine_free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, bool *kept,
+                           struct kvs_error *err);
+int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, bool *kept,
+                                 struct kvs_error *err);
 
 /* Free without waiting, for destructors: the memory is freed when the device's work has ended. */
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
 
 /* -- hostpool/hostalloc.c ------------------------------------------------------------------------------------------ */
-/* Private: waits in steps, so that Ctrl-C works. */
+/* Private: waits with a limit. */
 
-/* kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was freed. kvs_host_adopt()
- * turns an allocation of the engine into one of kvs_host_alloc(). */
-struct kvs_host_giving;
-int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **giving, struct kvs_error *err);
-struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving);
-void kvs_host_give_end(struct kvs_host_giving *giving, bool kept);
+/* kvs_host_free() and kvs_host_unregister() with a limit. kvs_host_adopt() turns an allocation of the engine into one
+ * of kvs_host_alloc(). */
+int kvs_host_give_back(uint64_t ptr, bool registered, int64_t timeout_ns, struct kvs_error *err);
 int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
 #endif

@@ -62,3 +62,27 @@ int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool s
     nap(pause < SLEEP_TO_NS ? pause : SLEEP_TO_NS);
   }
 }
+
+/* -- interrupts ---------------------------------------------------------------------------------------------------- */
+
+static _Thread_local struct kvs_interrupt interrupt;
+
+struct kvs_interrupt kvs_interrupt_set(struct kvs_interrupt next) {
+  struct kvs_interrupt before = interrupt;
+  interrupt = next;
+  return before;
+}
+
+bool kvs_interrupted(void) { return interrupt.call && interrupt.call(interrupt.arg); }
+
+int kvs_wait_slices(kvs_wait_function *wait, void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t start = kvs_clock_ns();
+  for (;;) {
+    int64_t left = timeout_ns < 0 ? -1 : kvs_time_left(timeout_ns, start);
+    bool last = !interrupt.call || (left >= 0 && left <= KVS_SLICE_NS);
+    struct kvs_interrupt here = kvs_interrupt_set((struct kvs_interrupt){NULL, NULL});
+    int status = wait(arg, last ? left : KVS_SLICE_NS, err); /* what waits inside has this slice for its limit */
+    (void)kvs_interrupt_set(here);
+    if (status != KVS_TIMEOUT || last || kvs_interrupted()) return status;
+  }
+}

@@ -24,4 +24,18 @@ bool kvs_cond_wait(pthread_cond_t *, pthread_mutex_t *, uint64_t deadline_ns);
 int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
                    struct kvs_error *err);
 
+/* A thread's interrupt callback, for waits that a caller makes. Such a wait calls it every 50 ms, in this thread and
+ * with no lock held. True: the wait ends as if its limit had passed. */
+enum { KVS_SLICE_NS = 50 * 1000 * 1000 };
+struct kvs_interrupt {
+  bool (*call)(void *arg); /* NULL: none */
+  void *arg;
+};
+struct kvs_interrupt kvs_interrupt_set(struct kvs_interrupt); /* returns the one before */
+bool kvs_interrupted(void);                                   /* calls it */
+
+/* wait(arg) with a limit, in slices if there is a callback. wait() returns KVS_TIMEOUT where it may be called again. */
+typedef int kvs_wait_function(void *arg, int64_t timeout_ns, struct kvs_error *);
+int kvs_wait_slices(kvs_wait_function *wait, void *arg, int64_t timeout_ns, struct kvs_error *err);
+
 #endif

@@ -380,19 +380,26 @@ struct kvs_sync {
   struct kvs_error err;
 };
 
+static void drop_sync(struct kvs_sync *sync) {
+  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
+  kvs_engine_unref(sync->engine);
+  kvs_racecheck_point_free(sync->point);
+  free(sync);
+}
+
 static void *synchronize(void *arg) {
   struct kvs_sync *sync = arg;
-  bool before = kvs_racecheck_internal(true); /* the caller sees the end in kvs_sync_wait(), if it waits that long */
+  bool before = kvs_racecheck_internal(true); /* the caller sees the end in wait_sync(), if it waits that long */
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
   kvs_racecheck_internal(before);
   kvs_late_settle_behind(sync->engine); /* afterwards no transfer goes on */
   kvs_engine_reap(sync->engine);
   atomic_store(&sync->status, status);
-  kvs_sync_drop(sync);
+  drop_sync(sync);
   return NULL;
 }
 
-int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_error *err) {
+static int start_sync(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_error *err) {
   pthread_t thread;
   int status = kvs_dev_check(engine->device, err);
   if (status) return status;
@@ -407,7 +414,7 @@ int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_
     (void)synchronize(sync);
   } else if (kvs_thread_start(&thread, "kvswap-sync", synchronize, sync)) {
     atomic_store(&sync->refs, 1);
-    kvs_sync_drop(sync);
+    drop_sync(sync);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
   } else {
     pthread_detach(thread);
@@ -423,24 +430,18 @@ static int poll_sync(void *arg, struct kvs_error *err) {
   return status;
 }
 
-int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err) {
+static int wait_sync(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_sync *sync = arg;
   int status = kvs_wait_until(poll_sync, sync, false, timeout_ns, err);
   if (!status && kvs_racecheck_on()) kvs_racecheck_follow(sync->point, NULL, 0);
   return status;
 }
 
-void kvs_sync_drop(struct kvs_sync *sync) {
-  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
-  kvs_engine_unref(sync->engine);
-  kvs_racecheck_point_free(sync->point);
-  free(sync);
-}
-
 int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_sync *sync = NULL;
-  int status = kvs_sync_start(engine, &sync, err);
+  int status = start_sync(engine, &sync, err);
   if (status) return status;
-  status = kvs_sync_wait(sync, timeout_ns, err);
-  kvs_sync_drop(sync);
+  status = kvs_wait_slices(wait_sync, sync, timeout_ns, err);
+  drop_sync(sync);
   return status;
 }

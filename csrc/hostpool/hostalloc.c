@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "lanes/state.h"
-#include "memory/reclaim.h"
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
 
@@ -75,53 +74,18 @@ static void forget(const struct allocation *piece) {
   kvs_engine_unref(piece->engine);
 }
 
-/* Steps of a free, as kvs_engine_free_start(): the task owns the address until the task ends or is left. */
-struct kvs_host_giving {
+int kvs_host_give_back(uint64_t ptr, bool registered, int64_t timeout_ns, struct kvs_error *err) {
   struct allocation piece;
-  struct kvs_reclaim *task;
-};
-
-int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **made, struct kvs_error *err) {
-  struct kvs_host_giving *giving = calloc(1, sizeof *giving);
-  if (!giving) return kvs_fail(err, KVS_NOMEM, "no memory to give memory back");
-  int status = take(ptr, registered ? KVS_ORIGIN_REGISTERED : KVS_ORIGIN_ALLOCATED, &giving->piece, err);
-  if (status) {
-    free(giving);
-    return status;
-  }
-  status = registered ? kvs_engine_unregister_start(giving->piece.engine, ptr, &giving->task, err)
-                      : kvs_engine_free_start(giving->piece.engine, ptr, &giving->task, err);
-  if (!status) {
-    *made = giving;
-    return status;
-  }
-  if (status == KVS_NOMEM)
-    put_back(&giving->piece);
-  else
-    forget(&giving->piece);
-  free(giving);
-  return status;
-}
-
-struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving) { return giving->task; }
-
-void kvs_host_give_end(struct kvs_host_giving *giving, bool kept) {
-  if (kept)
-    put_back(&giving->piece);
-  else
-    forget(&giving->piece);
-  free(giving);
-}
-
-static int give_back(uint64_t ptr, bool registered, struct kvs_error *err) {
-  struct kvs_host_giving *giving;
-  int status = kvs_host_give_start(ptr, registered, &giving, err);
+  bool kept;
+  int status = take(ptr, registered ? KVS_ORIGIN_REGISTERED : KVS_ORIGIN_ALLOCATED, &piece, err);
   if (status) return status;
-  status = kvs_reclaim_wait(giving->task, PATIENCE_NS, err);
-  bool kept = kvs_reclaim_leave(giving->task, registered ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW);
-  bool given = status == KVS_TIMEOUT && !kept && !registered; /* already passed to the driver */
-  kvs_host_give_end(giving, kept || (registered && status));
-  return given ? KVS_OK : status;
+  status = registered ? kvs_engine_unregister_within(piece.engine, ptr, timeout_ns, &kept, err)
+                      : kvs_engine_free_within(piece.engine, ptr, timeout_ns, &kept, err);
+  if (kept)
+    put_back(&piece);
+  else
+    forget(&piece);
+  return status;
 }
 
 int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
@@ -135,7 +99,7 @@ int kvs_host_alloc(struct kvs_engine *engine, size_t nbytes, uint64_t *ptr, stru
   return status ? status : kvs_host_adopt(engine, *ptr, err);
 }
 
-int kvs_host_free(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, false, err); }
+int kvs_host_free(uint64_t ptr, struct kvs_error *err) { return kvs_host_give_back(ptr, false, PATIENCE_NS, err); }
 
 int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   struct kvs_error ignored;
@@ -146,4 +110,4 @@ int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, st
   return status;
 }
 
-int kvs_host_unregister(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, true, err); }
+int kvs_host_unregister(uint64_t ptr, struct kvs_error *err) { return kvs_host_give_back(ptr, true, PATIENCE_NS, err); }

@@ -333,8 +333,9 @@ static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_
   uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
   for (size_t at = find_chunk(pool, base + from); at < pool->nchunks && pool->chunks[at].base < end; at++) {
     struct kvs_host_chunk *chunk = &pool->chunks[at];
+    bool kept;
     int status = KVS_OK;
-    if (chunk->registered) status = kvs_engine_unregister_within(pool->engine, chunk->base, timeout_ns, err);
+    if (chunk->registered) status = kvs_engine_unregister_within(pool->engine, chunk->base, timeout_ns, &kept, err);
     if (status) return status;
     pthread_mutex_lock(&pool->lock);
     if (chunk->registered) pool->registered -= chunk->nbytes;
@@ -491,8 +492,9 @@ static int unmap(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline,
   int refused = KVS_OK;
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_host_chunk *chunk = &pool->chunks[i];
+    bool kept;
     if (!chunk->registered) continue;
-    int status = kvs_engine_unregister_within(pool->engine, chunk->base, left_ns(deadline), &why);
+    int status = kvs_engine_unregister_within(pool->engine, chunk->base, left_ns(deadline), &kept, &why);
     if (status && status != KVS_LOST) *err = why;
     if (status == KVS_TIMEOUT || status == KVS_CLOSED) return status;
     if (status && status != KVS_LOST) refused = status;

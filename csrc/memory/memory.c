@@ -132,11 +132,10 @@ static void *allocate(void *arg) {
   return NULL;
 }
 
-int kvs_engine_alloc_start(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, struct kvs_allocating **made,
-                           struct kvs_error *err) {
+static struct kvs_allocating *start_allocating(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind) {
   pthread_t thread;
   struct kvs_allocating *a = calloc(1, sizeof *a);
-  if (!a) return kvs_fail(err, KVS_NOMEM, "no memory to allocate memory");
+  if (!a) return NULL;
   pthread_mutex_init(&a->lock, NULL);
   kvs_cond_init(&a->changed);
   kvs_engine_ref(engine);
@@ -144,30 +143,46 @@ int kvs_engine_alloc_start(struct kvs_engine *engine, size_t nbytes, enum kvs_al
   a->nbytes = nbytes;
   a->kind = kind;
   a->users = 2;
-  *made = a;
   bool here = engine->device->stepped || kvs_dev_forked(engine->device);
   if (here || kvs_thread_start(&thread, "kvswap-alloc", allocate, a))
     (void)allocate(a); /* also where no thread can be started */
   else
     pthread_detach(thread);
-  return KVS_OK;
+  return a;
 }
 
-int kvs_engine_alloc_wait(struct kvs_allocating *a, int64_t timeout_ns, uint64_t *ptr, struct kvs_error *err) {
+static int wait_allocating(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_allocating *a = arg;
   uint64_t deadline = kvs_deadline(timeout_ns);
   pthread_mutex_lock(&a->lock);
   while (!a->ended && kvs_cond_wait(&a->changed, &a->lock, deadline)) continue;
   int status = a->ended ? a->status : kvs_fail(err, KVS_TIMEOUT, "the driver has not allocated yet");
   if (a->ended && status) *err = a->err;
-  if (!status) {
-    a->given = true;
-    *ptr = a->ptr;
-  }
+  a->given = !status;
   pthread_mutex_unlock(&a->lock);
   return status;
 }
 
-void kvs_engine_alloc_leave(struct kvs_allocating *a) { drop_allocating(a); }
+/* A free under way may make room: wait a little. False: it does not, or there is no time left. */
+static bool may_have_room(struct kvs_engine *engine, int64_t timeout_ns, uint64_t start) {
+  if (!kvs_reclaim_goes_on(engine)) return false;
+  (void)kvs_reclaim_drain(engine, KVS_SLICE_NS);
+  return kvs_time_left(timeout_ns, start) > 0 && !kvs_interrupted();
+}
+
+int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                            uint64_t *ptr, struct kvs_error *err) {
+  uint64_t start = kvs_clock_ns();
+  struct kvs_allocating *a;
+  int status;
+  do {
+    if (!(a = start_allocating(engine, nbytes, kind))) return kvs_fail(err, KVS_NOMEM, "no memory to allocate memory");
+    status = kvs_wait_slices(wait_allocating, a, timeout_ns, err);
+    if (!status) *ptr = a->ptr;
+    drop_allocating(a);
+  } while (status == KVS_NOMEM && may_have_room(engine, timeout_ns, start));
+  return status;
+}
 
 int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                           struct kvs_error *err) {
@@ -249,54 +264,57 @@ static int unregister_now(struct kvs_engine *engine, void *what, struct kvs_erro
   return status;
 }
 
-int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err) {
-  struct kvs_region region;
-  int status = check_known(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
-  if (status && status != KVS_LOST) return status;
-  return kvs_reclaim_start(engine, free_now, as_what(ptr), task, err);
-}
-
-int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
-                                struct kvs_error *err) {
-  struct kvs_region region;
-  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
-  bool left = status == KVS_INVALID &&
-              kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* an earlier call left its result */
-  if (status && status != KVS_LOST && !left) return status;
-  return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
-}
-
 static int late(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_fail(err, KVS_TIMEOUT,
                   "work of %s, or transfers that use this memory, had not ended after %.3g s: nothing was given back",
                   engine->name, (double)timeout_ns / 1e9);
 }
 
-int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+int kvs_engine_free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, bool *kept,
+                           struct kvs_error *err) {
   struct kvs_reclaim *task;
-  int status = kvs_engine_free_start(engine, ptr, &task, err);
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
+  *kept = false;
+  if (status && status != KVS_LOST) return status;
+  status = kvs_reclaim_start(engine, free_now, as_what(ptr), &task, err);
+  *kept = status == KVS_NOMEM;
   if (status) return status;
-  status = kvs_reclaim_wait(task, DRAIN_NS, err);
-  bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
+  status = kvs_reclaim_wait(task, timeout_ns, err);
+  *kept = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
   if (status != KVS_TIMEOUT) return status;
-  return withdrawn ? late(engine, DRAIN_NS, err) : KVS_OK; /* the driver's call is running */
+  return *kept ? late(engine, timeout_ns, err) : KVS_OK; /* the driver's call is running */
+}
+
+int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  bool kept;
+  return kvs_engine_free_within(engine, ptr, DRAIN_NS, &kept, err);
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
   kvs_reclaim_later(engine, free_now, as_what(ptr));
 }
 
-int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
+int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, bool *kept,
+                                 struct kvs_error *err) {
   struct kvs_reclaim *task;
-  int status = kvs_engine_unregister_start(engine, ptr, &task, err);
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  bool left = status == KVS_INVALID &&
+              kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* an earlier call left its result */
+  *kept = false;
+  if (status && status != KVS_LOST && !left) return status;
+  status = kvs_reclaim_start(engine, unregister_now, as_what(ptr), &task, err);
+  *kept = status == KVS_NOMEM;
   if (status) return status;
   status = kvs_reclaim_wait(task, timeout_ns, err);
-  (void)kvs_reclaim_leave(task, KVS_LEAVE_RESULT);
+  *kept = kvs_reclaim_leave(task, KVS_LEAVE_RESULT) || status;
   return status == KVS_TIMEOUT ? late(engine, timeout_ns, err) : status;
 }
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
-  return kvs_engine_unregister_within(engine, ptr, DRAIN_NS, err);
+  bool kept;
+  return kvs_engine_unregister_within(engine, ptr, DRAIN_NS, &kept, err);
 }
 
 /* Refuse ranges that this device allocated or registered. Ranges that other devices pinned, the driver refuses. */

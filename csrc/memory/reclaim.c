@@ -279,7 +279,8 @@ static void try_again_locked(struct kvs_engine *engine, struct kvs_reclaim *task
   if (task->state == WAITING) run_here_locked(engine, task);
 }
 
-int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_error *err) {
+static int wait_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_reclaim *task = arg;
   struct kvs_engine *engine = task->engine;
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t deadline = kvs_deadline(timeout_ns);
@@ -297,6 +298,10 @@ int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_er
   int status = task->status;
   pthread_mutex_unlock(&reclaims->lock);
   return ended ? status : kvs_fail(err, KVS_TIMEOUT, "queued work that may use it has not ended");
+}
+
+int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_slices(wait_slice, task, timeout_ns, err);
 }
 
 bool kvs_reclaim_leave(struct kvs_reclaim *task, enum kvs_leave how) {

@@ -245,8 +245,9 @@ static int resize_now(struct kvs_engine *engine, void *what, struct kvs_error *e
   return status;
 }
 
-int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count,
-                               struct kvs_reclaim **task, struct kvs_error *err) {
+int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
+                         struct kvs_error *err) {
+  struct kvs_reclaim *task;
   int status = kvs_dev_check(engine->device, err);
   if (status) return status;
   bool fits = slot_nbytes >= TINY_NBYTES && slot_nbytes <= MOST_NBYTES && slot_nbytes % TINY_NBYTES == 0;
@@ -257,13 +258,7 @@ int kvs_engine_set_slots_start(struct kvs_engine *engine, uint64_t slot_nbytes, 
   const char *why = slot_nbytes ? kvs_kernels_off(engine) : NULL;
   if (why) return kvs_fail(err, KVS_UNSUPPORTED, "path 'burst' is off: %s", why);
   void *what = (void *)(uintptr_t)(slot_nbytes + (slot_nbytes ? count : 0));
-  return kvs_reclaim_start(engine, resize_now, what, task, err);
-}
-
-int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
-                         struct kvs_error *err) {
-  struct kvs_reclaim *task;
-  int status = kvs_engine_set_slots_start(engine, slot_nbytes, count, &task, err);
+  status = kvs_reclaim_start(engine, resize_now, what, &task, err);
   if (status) return status;
   status = kvs_reclaim_wait(task, timeout_ns, err);
   bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_DROP);

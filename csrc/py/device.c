@@ -98,27 +98,19 @@ static PyObject *device_set_defaults(PyObject *self, PyObject *const *args, Py_s
   Py_RETURN_NONE;
 }
 
-static int wait_sync(void *sync, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_sync_wait(sync, timeout_ns, err);
-}
-
 static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_error err = {0};
-  struct kvs_sync *sync;
   PyObject *value;
   int64_t timeout_ns;
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  KVS_PY_NO_GIL(rc = kvs_sync_start(engine, &sync, &err));
-  if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  rc = kvs_py_wait(state, wait_sync, sync, timeout_ns, "the device's work");
-  kvs_sync_drop(sync);
-  if (rc < 0) return NULL;
+  KVS_PY_WAITING(state, rc = kvs_engine_synchronize(engine, timeout_ns, &err));
+  if (kvs_py_waited(state, rc, &err, timeout_ns, "the device's work") < 0) return NULL;
   kvs_py_collect(engine);
   Py_RETURN_NONE;
 }
@@ -174,20 +166,17 @@ static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssi
   static const struct kvs_py_args spec = {"unregister", names, 1, 2, 2};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
-  struct kvs_reclaim *task = NULL;
   struct kvs_py_address address;
   struct kvs_error err = {0};
   PyObject *values[2];
   int64_t timeout_ns;
+  bool kept;
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
   if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
-  KVS_PY_NO_GIL(rc = kvs_engine_unregister_start(engine, address.ptr, &task, &err));
-  if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  (void)kvs_py_give_back(state, task, true, timeout_ns);
-  if (PyErr_Occurred()) return NULL;
-  Py_RETURN_NONE;
+  KVS_PY_WAITING(state, rc = kvs_engine_unregister_within(engine, address.ptr, timeout_ns, &kept, &err));
+  return kvs_py_waited(state, rc, &err, timeout_ns, NULL) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -195,7 +184,6 @@ static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssiz
   static const struct kvs_py_args spec = {"set_slots", names, 1, 2, 3};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
-  struct kvs_reclaim *task = NULL;
   struct kvs_error err = {0};
   uint64_t nbytes, count = 3;
   PyObject *values[3];
@@ -206,10 +194,8 @@ static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssiz
   if (count > UINT32_MAX) count = UINT32_MAX; /* out of range, also when cut */
   if (values[2] != NULL && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
   int rc;
-  KVS_PY_NO_GIL(rc = kvs_engine_set_slots_start(engine, nbytes, (unsigned)count, &task, &err));
-  if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  rc = kvs_py_wait_reclaim(state, task, timeout_ns, "work that may use the slots");
-  if (rc < 0) return NULL;
+  KVS_PY_WAITING(state, rc = kvs_engine_set_slots(engine, nbytes, (unsigned)count, timeout_ns, &err));
+  if (kvs_py_waited(state, rc, &err, timeout_ns, "work that may use the slots") < 0) return NULL;
   kvs_py_collect(engine);
   Py_RETURN_NONE;
 }

@@ -168,18 +168,14 @@ int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
   int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
   for (;;) {
     struct kvs_error err = {0};
-    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
+    int64_t left = timeout_ns < 0 ? KVS_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
-    KVS_PY_NO_GIL(rc = kvs_host_pool_wait(self->pool,
-                                          left < 0                 ? 0
-                                          : left < KVS_PY_SLICE_NS ? left
-                                                                   : KVS_PY_SLICE_NS,
-                                          &err));
+    KVS_PY_NO_GIL(rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_SLICE_NS ? left : KVS_SLICE_NS, &err));
     if (call_progress(self) < 0) return -1;
     if (rc == KVS_OK) return kvs_py_host_pool_tell(self);
-    if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)
+    if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_SLICE_NS)
       kvs_fail(&err, KVS_TIMEOUT, "the pool was not populated within %g s; it goes on", (double)timeout_ns * 1e-9);
-    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
+    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_SLICE_NS)) {
       kvs_py_raise(kvs_py_state_of((PyObject *)self), &err);
       return -1;
     }
@@ -372,21 +368,13 @@ static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_host_pool_drain(pool, timeout_ns, err);
 }
 
-/* A device that cannot be waited for (a lost one) runs no copies: ignore its error. */
-static int sync_slice(void *sync, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_sync_wait(sync, timeout_ns, err) == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
-}
-
-/* Unregistering waits for the device. Wait here first, in slices, so that the core's wait returns at once. */
+/* Unregistering waits for the device. Wait here first, so that the core's wait returns at once. A device that cannot be
+ * waited for (a lost one) runs no copies: ignore its error. */
 static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns) {
-  struct kvs_error ignored;
-  struct kvs_sync *sync;
+  struct kvs_error err = {0};
   int rc;
-  KVS_PY_NO_GIL(rc = kvs_sync_start(engine, &sync, &ignored));
-  if (rc != KVS_OK) return 0;
-  rc = kvs_py_wait(state, sync_slice, sync, timeout_ns, "the device's work");
-  kvs_sync_drop(sync);
-  return rc;
+  KVS_PY_WAITING(state, rc = kvs_engine_synchronize(engine, timeout_ns, &err));
+  return kvs_py_waited(state, rc == KVS_TIMEOUT ? rc : KVS_OK, &err, timeout_ns, "the device's work");
 }
 
 /* Wait for transfers and for the device; ended transfers drop the pool's views. */

@@ -62,10 +62,10 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
   static const struct kvs_py_args spec = {"free", names, 0, 1, 1};
   struct memory_object *self = as_memory(object);
   struct kvs_py_state *state = kvs_py_state_of(object);
-  struct kvs_reclaim *task = NULL;
   struct kvs_error err = {0};
   PyObject *value;
   int64_t timeout_ns;
+  bool kept;
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_patience(value, &timeout_ns) < 0) return NULL;
@@ -78,13 +78,9 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
       raise_freed(self);
     return NULL;
   }
-  KVS_PY_NO_GIL(rc = kvs_engine_free_start(self->engine, self->ptr, &task, &err));
-  if (rc != KVS_OK) {
-    if (rc == KVS_NOMEM) atomic_store(&self->uses, 0);
-    return kvs_py_raise(state, &err);
-  }
-  if (kvs_py_give_back(state, task, false, timeout_ns) == KVS_PY_KEPT) atomic_store(&self->uses, 0);
-  if (PyErr_Occurred()) return NULL;
+  KVS_PY_WAITING(state, rc = kvs_engine_free_within(self->engine, self->ptr, timeout_ns, &kept, &err));
+  if (kept) atomic_store(&self->uses, 0);
+  if (kvs_py_waited(state, rc, &err, timeout_ns, NULL) < 0) return NULL;
   kvs_py_collect(self->engine);
   Py_RETURN_NONE;
 }
@@ -278,7 +274,6 @@ static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t n
   static const char *const names[] = {"ptr", "timeout"};
   const struct kvs_py_args spec = {function, names, 1, 1, 2};
   struct kvs_py_state *state = PyModule_GetState(module);
-  struct kvs_host_giving *giving = NULL;
   struct kvs_py_address address;
   struct kvs_error err = {0};
   PyObject *values[2];
@@ -287,12 +282,8 @@ static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
   if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
-  KVS_PY_NO_GIL(rc = kvs_host_give_start(address.ptr, registered, &giving, &err));
-  if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  bool kept = kvs_py_give_back(state, kvs_host_giving_task(giving), registered, timeout_ns) == KVS_PY_KEPT;
-  /* The registration still exists: the caller may try again. */
-  kvs_host_give_end(giving, kept || (registered && PyErr_Occurred() != NULL));
-  return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  KVS_PY_WAITING(state, rc = kvs_host_give_back(address.ptr, registered, timeout_ns, &err));
+  return kvs_py_waited(state, rc, &err, timeout_ns, NULL) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *host_free(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {

@@ -148,7 +148,7 @@ static int try_submit(struct kvs_engine *engine, int (*submit)(void *call, struc
   uint64_t ended = kvs_engine_ended(engine);
   rc = submit(call, err);
   if (rc == KVS_QUEUE_FULL && patient) {
-    (void)kvs_engine_wait_ended(engine, ended, KVS_PY_SLICE_NS, &ignored);
+    (void)kvs_engine_wait_ended(engine, ended, KVS_SLICE_NS, &ignored);
     nanosleep(&pause, NULL);
   }
   Py_END_ALLOW_THREADS

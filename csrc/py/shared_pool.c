@@ -104,25 +104,14 @@ static PyObject *shared_publish(PyObject *self, PyObject *blocks) { return chang
 
 static PyObject *shared_retract(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_retract); }
 
-/* Wait in slices, so that Ctrl-C works. The last slice's error names the missing block. */
-static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t timeout_ns) {
-  int64_t start = (int64_t)kvs_clock_ns();
-  for (;;) {
-    struct kvs_error err = {0};
-    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
-    int rc;
-    KVS_PY_NO_GIL(rc = kvs_shared_wait(core_of(self), ids,
-                                       left < 0                 ? 0
-                                       : left < KVS_PY_SLICE_NS ? left
-                                                                : KVS_PY_SLICE_NS,
-                                       &err));
-    if (rc == KVS_OK) return 0;
-    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
-      kvs_py_raise(kvs_py_state_of(self), &err);
-      return -1;
-    }
-    if (PyErr_CheckSignals() < 0) return -1;
-  }
+struct publishing {
+  struct kvs_host_pool *pool;
+  const struct kvs_ids *ids;
+};
+
+static int published_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  const struct publishing *publishing = arg;
+  return kvs_shared_wait(publishing->pool, publishing->ids, timeout_ns, err);
 }
 
 static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -139,7 +128,8 @@ static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssi
   Py_XDECREF(keep);
   if (copy == NULL) return PyErr_NoMemory();
   ids.data = copy;
-  int rc = wait_published(self, &ids, timeout_ns);
+  struct publishing publishing = {core_of(self), &ids};
+  int rc = kvs_py_wait(kvs_py_state_of(self), published_slice, &publishing, timeout_ns, NULL);
   free(copy);
   return rc < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -1,14 +1,11 @@
-/* Waiting: the core waits without the GIL in slices. Between slices Python checks for signals, so that Ctrl-C works.
+/* Waiting: the core waits without the GIL, and calls back now and then to look for signals, so that Ctrl-C works.
  * A call that reads or writes the disk may take long or never end: it runs on a thread of its own, which goes on after
  * Ctrl-C and discards its argument at its end. */
-#include "../base/wait.h"
+#include "wait.h"
 #include "../base/thread.h"
-#include "../memory/reclaim.h"
 #include "args.h"
 #include "errors.h"
 #include "objects.h"
-#include "races.h"
-#include "wait.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -17,26 +14,28 @@
 
 void kvs_py_collect(struct kvs_engine *engine) { KVS_PY_NO_GIL(kvs_engine_collect(engine)); }
 
-int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns,
-                const char *what) {
-  int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
-  int64_t left = timeout_ns;
-  kvs_py_tell_races(state); /* also the races that other threads' calls found */
-  for (;;) {
-    struct kvs_error err = {0};
-    int64_t slice = left >= 0 && left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS;
-    int rc;
-    KVS_PY_NO_GIL(rc = wait(arg, slice, &err));
-    if (rc == KVS_OK) return 0;
-    if (rc == KVS_TIMEOUT && timeout_ns >= 0) left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
-    if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= 0)
-      kvs_fail(&err, KVS_TIMEOUT, "%s did not end within %g s; it goes on", what, (double)timeout_ns * 1e-9);
-    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= 0)) {
-      kvs_py_raise(state, &err);
-      return -1;
-    }
-    if (PyErr_CheckSignals() < 0) return -1;
-  }
+bool kvs_py_signalled(void *thread) {
+  PyThreadState **saved = thread;
+  PyEval_RestoreThread(*saved);
+  bool stop = PyErr_CheckSignals() < 0;
+  *saved = PyEval_SaveThread();
+  return stop;
+}
+
+int kvs_py_waited(struct kvs_py_state *state, int rc, struct kvs_error *err, int64_t timeout_ns, const char *what) {
+  if (PyErr_Occurred()) return -1;
+  if (rc == KVS_OK) return 0;
+  if (rc == KVS_TIMEOUT && what != NULL)
+    kvs_fail(err, KVS_TIMEOUT, "%s did not end within %g s; it goes on", what, (double)timeout_ns * 1e-9);
+  kvs_py_raise(state, err);
+  return -1;
+}
+
+int kvs_py_wait(struct kvs_py_state *state, kvs_wait_function *wait, void *arg, int64_t timeout_ns, const char *what) {
+  struct kvs_error err = {0};
+  int rc;
+  KVS_PY_WAITING(state, rc = kvs_wait_slices(wait, arg, timeout_ns, &err));
+  return kvs_py_waited(state, rc, &err, timeout_ns, what);
 }
 
 static int release_slice(void *unused, int64_t timeout_ns, struct kvs_error *err) {
@@ -82,64 +81,12 @@ int kvs_py_patience(PyObject *value, int64_t *timeout_ns) {
   return value == NULL ? 0 : kvs_py_timeout(value, "timeout", timeout_ns);
 }
 
-static int wait_reclaim(void *task, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_reclaim_wait(task, timeout_ns, err);
-}
-
-int kvs_py_wait_reclaim(struct kvs_py_state *state, struct kvs_reclaim *task, int64_t timeout_ns, const char *what) {
-  int rc = kvs_py_wait(state, wait_reclaim, task, timeout_ns, what);
-  KVS_PY_NO_GIL(kvs_reclaim_leave(task, KVS_LEAVE_DROP));
-  return rc;
-}
-
-enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
-                                        int64_t timeout_ns) {
-  bool withdrawn;
-  int rc = kvs_py_wait(state, wait_reclaim, task, timeout_ns, "work that may use this memory");
-  KVS_PY_NO_GIL(withdrawn = kvs_reclaim_leave(task, registration ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW));
-  if (rc == 0) return KVS_PY_GIVEN;
-  if (withdrawn) return KVS_PY_KEPT;
-  /* The free was submitted to the driver and will complete. */
-  if (!registration && PyErr_ExceptionMatches(PyExc_TimeoutError)) PyErr_Clear();
-  return KVS_PY_GIVEN;
-}
-
-struct allocating {
-  struct kvs_allocating *core;
-  uint64_t *ptr;
-  int rc;
-  struct kvs_error err;
-};
-
-static int wait_alloc(void *arg, int64_t timeout_ns, struct kvs_error *err) {
-  struct allocating *a = arg;
-  a->rc = kvs_engine_alloc_wait(a->core, timeout_ns, a->ptr, &a->err);
-  if (a->rc == KVS_TIMEOUT) *err = a->err;
-  return a->rc == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
-}
-
 int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
                  uint64_t *ptr) {
-  int64_t start = (int64_t)kvs_clock_ns(), left;
-  do {
-    struct allocating a = {.ptr = ptr};
-    bool more = false;
-    KVS_PY_NO_GIL(a.rc = kvs_engine_alloc_start(engine, nbytes, kind, &a.core, &a.err));
-    if (a.rc != KVS_OK) return kvs_py_raise(state, &a.err), -1;
-    int waited = kvs_py_wait(state, wait_alloc, &a, PATIENCE_NS, "the driver's allocation");
-    Py_BEGIN_ALLOW_THREADS
-    kvs_engine_alloc_leave(a.core);
-    if (waited == 0 && a.rc == KVS_NOMEM) { /* what is being freed may make room */
-      more = kvs_reclaim_goes_on(engine);
-      if (more) (void)kvs_reclaim_drain(engine, KVS_PY_SLICE_NS);
-    }
-    Py_END_ALLOW_THREADS
-    left = PATIENCE_NS - ((int64_t)kvs_clock_ns() - start);
-    if (waited < 0) return -1;
-    if (a.rc == KVS_OK) return 0;
-    if (!more || left <= 0) return kvs_py_raise(state, &a.err), -1;
-  } while (PyErr_CheckSignals() == 0);
-  return -1;
+  struct kvs_error err = {0};
+  int rc;
+  KVS_PY_WAITING(state, rc = kvs_engine_alloc_within(engine, nbytes, kind, PATIENCE_NS, ptr, &err));
+  return kvs_py_waited(state, rc, &err, PATIENCE_NS, "the driver's allocation");
 }
 
 /* -- on a thread of its own ---------------------------------------------------------------------------------------- */
@@ -184,13 +131,14 @@ static bool start(struct apart_call *apart) {
   return code == 0;
 }
 
-static bool wait_slice(struct apart_call *apart) {
-  const uint64_t deadline = kvs_deadline(KVS_PY_SLICE_NS);
+static int wait_ended(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct apart_call *apart = arg;
+  const uint64_t deadline = kvs_deadline(timeout_ns);
   pthread_mutex_lock(&apart->lock);
   while (!apart->done && kvs_cond_wait(&apart->ended, &apart->lock, deadline)) continue;
   bool done = apart->done;
   pthread_mutex_unlock(&apart->lock);
-  return done;
+  return done ? KVS_OK : kvs_fail(err, KVS_TIMEOUT, "it goes on");
 }
 
 /* Stop waiting. True: the thread owns `apart` from now on. False: work() has returned meanwhile. */
@@ -212,16 +160,12 @@ int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_erro
   *apart = (struct apart_call){.work = work, .discard = discard, .arg = arg};
   pthread_mutex_init(&apart->lock, NULL);
   kvs_cond_init(&apart->ended);
-  bool done = false, started;
-  int rc = 0;
+  bool started;
   Py_BEGIN_ALLOW_THREADS
   started = start(apart);
   if (!started) serve(apart); /* no thread could be started: run in this one */
   Py_END_ALLOW_THREADS
-  while (!done && rc == 0) {
-    KVS_PY_NO_GIL(done = wait_slice(apart));
-    if (!done) rc = PyErr_CheckSignals();
-  }
+  int rc = kvs_py_wait(state, wait_ended, apart, -1, NULL);
   if (rc < 0 && leave(apart)) return -1;
   if (rc == 0 && apart->rc != KVS_OK) {
     kvs_py_raise(state, &apart->err);

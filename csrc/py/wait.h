@@ -1,22 +1,30 @@
-/* Waiting in slices, so that Ctrl-C works. wait() runs without the GIL; KVS_TIMEOUT: call it again. */
+/* Waiting so that Ctrl-C works: the core's waits call back, and the callback looks for signals. */
 #ifndef KVS_PY_WAIT_H
 #define KVS_PY_WAIT_H
 
+#include "../base/wait.h"
 #include "bind.h"
+#include "races.h"
 
-enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
-typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
+bool kvs_py_signalled(void *thread); /* PyThreadState **: saved */
+/* One statement without the GIL, whose waits end on Ctrl-C as if their limit had passed. Then kvs_py_waited(). */
+#define KVS_PY_WAITING(state, ...)                                                                                     \
+  do {                                                                                                                 \
+    kvs_py_tell_races(state); /* also the races that other threads' calls found */                                     \
+    PyThreadState *saved = PyEval_SaveThread();                                                                        \
+    struct kvs_interrupt before = kvs_interrupt_set((struct kvs_interrupt){kvs_py_signalled, &saved});                 \
+    __VA_ARGS__;                                                                                                       \
+    (void)kvs_interrupt_set(before);                                                                                   \
+    PyEval_RestoreThread(saved);                                                                                       \
+  } while (0)
+/* 0; or -1 with the exception of a signal, or of rc. what: for TimeoutError's message; NULL: the core's. */
+int kvs_py_waited(struct kvs_py_state *state, int rc, struct kvs_error *err, int64_t timeout_ns, const char *what);
 /* kvs_engine_collect() without the GIL, because it takes locks of lanes. Owners' destructors acquire the GIL. */
 void kvs_py_collect(struct kvs_engine *engine);
 /* The same, and wait for threads that have taken ended transfers and not yet released their objects. -1: raised. */
 int kvs_py_wait_collected(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns);
-int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
-/* Wait for a task that frees memory, then release the task. KVS_PY_KEPT: an exception is set, nothing was freed.
- * KVS_PY_GIVEN: freed, with an exception set if the task failed or was interrupted (PyErr_Occurred). */
-enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
-int kvs_py_wait_reclaim(struct kvs_py_state *state, struct kvs_reclaim *task, int64_t timeout_ns, const char *what);
-enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
-                                        int64_t timeout_ns);
+/* wait(arg) in slices, without the GIL. */
+int kvs_py_wait(struct kvs_py_state *state, kvs_wait_function *wait, void *arg, int64_t timeout_ns, const char *what);
 int kvs_py_patience(PyObject *value, int64_t *timeout_ns); /* timeout=60: NULL, seconds or None; -1: raised */
 /* Allocate from the engine; if memory is short, wait for frees under way. 0, or -1 with an exception. */
 int kvs_py_alloc(struct kvs_py_state *, struct kvs_engine *, uint64_t nbytes, enum kvs_alloc, uint64_t *ptr);

@@ -910,7 +910,8 @@ def test_no_kernels(session_device: kvswap.Device) -> None:
         KVSWAP_DISABLE="kernel",
     )
     assert (
-        "gpu_block_ids is on the device, which needs kernels, and they are off: KVSWAP_DISABLE names 'kernel'" in run.stdout
+        "gpu_block_ids is on the device, which needs kernels, and they are off: KVSWAP_DISABLE names 'kernel'"
+        in run.stdout
     )
 
 

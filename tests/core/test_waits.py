@@ -52,17 +52,15 @@ WAITS = {
     "options.c:try_submit": ["swap_cache_per_layer in a full lane"],
     "pattern.c:pattern_result": ["_PatternJob.result"],
     "pool.c:open_pool": ["Pool in memory that is being freed"],
-    "shared_pool.c:wait_published": ["SharedPool.wait_ready"],
+    "shared_pool.c:shared_wait_ready": ["SharedPool.wait_ready"],
     "transfer.c:wait_for_any": [
         "Transfer.wait",
         "swap_cache_per_layer",
         "FileTransfer.wait",
     ],
     "wait.c:kvs_py_alloc": ["Device.alloc", "host_alloc", "Device.alloc in the driver"],
-    "wait.c:kvs_py_give_back": ["Memory.free"],
     "wait.c:kvs_py_synchronize": ["Stream.synchronize", "Event.synchronize"],
     "wait.c:kvs_py_wait": ["Transfer.wait"],
-    "wait.c:kvs_py_wait_reclaim": ["Memory.free", "Device.set_slots"],
     "wait.c:kvs_py_wait_collected": ["HostPool.close", "HostPool.shrink"],
 }
 
@@ -154,7 +152,7 @@ def may_wait(path: Path) -> Iterator[str]:
         head = re.match(r"^[A-Za-z][^;#]*?(\w+)\((?:[^;]*|.*\{ .* \})$", line)
         if head and not line.startswith(("PyDoc", "X(")):
             function = head.group(1)
-        if re.search(r"Py_BEGIN_ALLOW_THREADS|KVS_PY_NO_GIL\(|kvs_py_wait(_collected)?\(", line):
+        if re.search(r"Py_BEGIN_ALLOW_THREADS|KVS_PY_(NO_GIL|WAITING)\(|kvs_py_wait(_collected)?\(", line):
             yield f"{path.name}:{function}"
 
 
@@ -604,7 +602,7 @@ def test_memory_that_could_not_be_freed_is_as_before(device: kvswap.Device) -> N
     with Gate(device) as gate:
         stream = kvswap.Stream(device)
         gate.hold(stream)
-        with pytest.raises(TimeoutError, match="did not end"):
+        with pytest.raises(TimeoutError, match="nothing was given back"):
             held.free(timeout=0.05)
         assert held.ptr and "freed" not in repr(held)
         transfer = kvswap.swap_blocks_batch([held], [other], 4096, device=device, path="dma")

@@ -41,6 +41,7 @@ FOLDERS = [
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {
+    "base/wait.h": "a thread's interrupt callback: it looks for signals",
     "codecs/codec.h": "a codec's functions",
     "base/fork.h": "in_child: a file's own, of a forked child",
     "device/device.h": "a device's functions",
