@@ -19,7 +19,7 @@ extern "C" {
 enum {
   KVS_FILE_KEY_NBYTES = 512,     /* 1 to this many bytes */
   KVS_FILE_LAYOUT_NBYTES = 3072, /* limit of a layout's text */
-  KVS_FILE_CODINGS = 64,
+  KVS_FILE_CODINGS = 1024,
   KVS_FILE_DIRECTORIES = 64,
 };
 #define KVS_FILE_BLOCK_NBYTES ((uint64_t)1 << 40) /* limit of a block */

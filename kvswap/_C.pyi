@@ -643,6 +643,7 @@ def _pattern(
     nbytes: NDArray[np.uint64] | NDArray[np.int64],
     keys: NDArray[np.uint64],
     stream: StreamLike,
+    kind: Literal["bytes", "window", "coarse"] = "bytes",
 ) -> _PatternJob: ...
 def _await_news() -> int: ...
 def _await_tell() -> None: ...
@@ -656,8 +657,8 @@ def _host_capture(device: Device, stream: StreamLike, begin: bool) -> None: ...
 def _host_peer(device: Device, ordinal: int, reached: bool) -> None: ...
 def _set_fault(
     device: Device,
-    kind: Literal["call", "copy", "hazard"],
-    action: Literal["none", "fail", "skip", "lose", "delay"],
+    kind: Literal["call", "copy", "code", "hazard"],
+    action: Literal["none", "fail", "skip", "lose", "delay", "spoil"],
     *,
     operation: str = "",
     nth: int = 1,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _MOST_TEXT = 3072
+_MOST_CODINGS = 1024
 
 
 class Layout:
@@ -60,7 +62,9 @@ class Layout:
         self.codings: tuple[Coding, ...] = (coding,) if isinstance(coding, Coding) else tuple(coding or ())
         if self.codings:
             _check_coded(self.block_nbytes, self.codings)
-            fields["coding"] = [json.loads(one.text) for one in self.codings]
+            fields["coding"] = [
+                [len(list(same)), json.loads(text)] for text, same in groupby(c.text for c in self.codings)
+            ]
         self.fields: Mapping[str, Any] = dict(fields)
         self.text: str = _canonical(fields)  # stands in the store's files
 
@@ -73,7 +77,7 @@ class Layout:
             fields = None
         if not isinstance(fields, dict) or fields.keys() & {"self", "block_nbytes"}:
             raise ValueError(f"layout is {text!r}: must be a JSON object of fields")
-        codings = [Coding.parse(json.dumps(one)) for one in _list_of(fields.pop("coding", []), text)]
+        codings = _parse_codings(fields.pop("coding", []), text)
         return cls(block_nbytes, coding=codings, **fields)
 
     def __eq__(self, other: object) -> bool:
@@ -96,10 +100,12 @@ def _check_coded(block_nbytes: int, codings: Sequence[Coding]) -> None:
         raise ValueError(f"block_nbytes is {block_nbytes}; a block is coded to {coded} bytes")
 
 
-def _list_of(value: Any, text: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"layout is {text!r}: coding must be a list of objects")
-    return value
+def _parse_codings(value: Any, text: str) -> list[Coding]:
+    """A list of (how many pools in turn, their coding)."""
+    good = isinstance(value, list) and all(isinstance(item, list) and len(item) == 2 for item in value)
+    if not good or not all(isinstance(count, int) and 0 < count <= _MOST_CODINGS for count, _ in value):
+        raise ValueError(f"layout is {text!r}: coding must be a list of pairs (pools, their coding)")
+    return [coding for count, one in value for coding in [Coding.parse(json.dumps(one))] * count]
 
 
 def _canonical(fields: Mapping[str, Any]) -> str:

@@ -46,15 +46,16 @@ __all__ = [
     "trace",
 ]
 
-Kind: TypeAlias = Literal["call", "copy", "hazard"]
-Action: TypeAlias = Literal["fail", "skip", "lose", "delay"]
+Kind: TypeAlias = Literal["call", "copy", "code", "hazard"]
+Action: TypeAlias = Literal["fail", "skip", "lose", "delay", "spoil"]
 
-_KINDS: dict[str, Kind] = {"call": "call", "copy": "copy"}  # that can be counted
-_ACTIONS: dict[str, Action] = {"fail": "fail", "skip": "skip", "lose": "lose", "delay": "delay"}
+_KINDS: dict[str, Kind] = {"call": "call", "copy": "copy", "code": "code"}  # that can be counted
+_ACTIONS: dict[str, Action] = {"fail": "fail", "skip": "skip", "lose": "lose", "delay": "delay", "spoil": "spoil"}
 
 ACTIONS_OF: dict[str, tuple[str, ...]] = {
     "call": ("fail", "lose", "delay"),
     "copy": ("fail", "skip"),
+    "code": ("spoil",),
     "hazard": ("skip",),
 }
 OPERATIONS = (
@@ -152,6 +153,9 @@ def fault(
     `code` (2: out of memory), "lose" loses the device with it, "delay" has it return `delay` seconds late, or when the
     block ends. The nth occurrence is hit (by default the first, or with `every` the every-th), then each `every`-th
     after it; with every=0 only that one.
+
+    kind "code" counts the units of blocks that are coded (kvswap.codecs): "spoil" makes a byte of one wrong, in
+    silence. Copies of coded blocks are not planned copies.
 
     kind "hazard" with "skip" leaves out the waits between transfers of pools that one kind of hazard, `operation`, is
     the reason for: "raw" (reads what an earlier one writes), "war" (writes what an earlier one reads), "waw" (both

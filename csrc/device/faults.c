@@ -74,6 +74,7 @@ int kvs_dev_fault_call(struct kvs_device *device, const char *operation, struct 
   case KVS_FAULT_DELAY:
   case KVS_FAULT_NONE:
   case KVS_FAULT_SKIP:
+  case KVS_FAULT_SPOIL:
     break;
   }
   return KVS_OK;
@@ -113,6 +114,18 @@ bool kvs_dev_fault_on_copies(struct kvs_device *device) {
   bool on = faults->fault[KVS_FAULT_COPY].action != KVS_FAULT_NONE;
   pthread_mutex_unlock(&faults->lock);
   return on;
+}
+
+uint64_t kvs_dev_fault_units(struct kvs_device *device, uint64_t count) {
+  struct kvs_faults *faults = faults_of(device);
+  uint64_t first = UINT64_MAX;
+  if (!faults) return first;
+  pthread_mutex_lock(&faults->lock);
+  const struct kvs_fault *fault = &faults->fault[KVS_FAULT_CODE];
+  for (uint64_t i = 0; fault->action != KVS_FAULT_NONE && i < count; i++)
+    if (hits(fault, ++faults->seen[KVS_FAULT_CODE]) && first == UINT64_MAX) first = i;
+  pthread_mutex_unlock(&faults->lock);
+  return first;
 }
 
 void kvs_dev_faults_free(struct kvs_device *device) {

@@ -30,13 +30,13 @@ static struct kvs_pattern_result *result_of(const struct kvs_pattern_job *job) {
 }
 
 /* All on the caller's stream: upload the items, launch, copy the result back. */
-static int enqueue(struct kvs_pattern_job *job, enum kvs_pattern_mode mode, size_t nitems, kvs_stream stream,
-                   struct kvs_error *err) {
+static int enqueue(struct kvs_pattern_job *job, enum kvs_pattern_mode mode, enum kvs_pattern_kind kind, size_t nitems,
+                   kvs_stream stream, struct kvs_error *err) {
   struct kvs_device *device = job->engine->device;
   const struct kvs_staging *staging = job->staging;
   size_t head = sizeof(struct kvs_pattern_result);
   struct kvs_pattern_params params = {
-      .items = staging->device + head, .nitems = nitems, .result = staging->device, .mode = mode};
+      .items = staging->device + head, .nitems = nitems, .result = staging->device, .mode = mode, .kind = kind};
   struct kvs_launch launch = {.kernel = KVS_KERNEL_PATTERN,
                               .grid = nitems < PATTERN_CTAS ? (unsigned)nitems : PATTERN_CTAS,
                               .threads = PATTERN_THREADS,
@@ -50,8 +50,9 @@ static int enqueue(struct kvs_pattern_job *job, enum kvs_pattern_mode mode, size
   return status;
 }
 
-int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, const struct kvs_pattern_item *items,
-                       size_t nitems, kvs_stream stream, struct kvs_pattern_job **out, struct kvs_error *err) {
+int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, enum kvs_pattern_kind kind,
+                       const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,
+                       struct kvs_pattern_job **out, struct kvs_error *err) {
   struct kvs_error ignored;
   int status = kvs_dev_check(engine->device, err);
   if (status) return status;
@@ -65,7 +66,7 @@ int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, co
   if (!status) {
     *result_of(job) = (struct kvs_pattern_result){.wrong = 0, .first = UINT64_MAX};
     if (nitems) memcpy(result_of(job) + 1, items, nitems * sizeof *items);
-    status = enqueue(job, mode, nitems, stream, err);
+    status = enqueue(job, mode, kind, nitems, stream, err);
     if (!status) status = kvs_dev_event_record(engine->device, job->event, stream, err);
     if (status) (void)kvs_dev_synchronize(engine->device, &ignored); /* part of the job may be queued: wait for it */
   }

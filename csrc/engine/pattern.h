@@ -9,8 +9,9 @@
  * copied. The caller frees the job. kvs_pattern_wait() waits (timeout_ns < 0: no limit); kvs_pattern_free() never does.
  */
 struct kvs_pattern_job;
-int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, const struct kvs_pattern_item *items,
-                       size_t nitems, kvs_stream stream, struct kvs_pattern_job **job, struct kvs_error *err);
+int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, enum kvs_pattern_kind kind,
+                       const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,
+                       struct kvs_pattern_job **job, struct kvs_error *err);
 bool kvs_pattern_done(struct kvs_pattern_job *job);
 int kvs_pattern_wait(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
                      struct kvs_error *err);

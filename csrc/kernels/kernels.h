@@ -7,6 +7,7 @@
 
 #include "codecs/unit.h"
 #include "crc.h"
+#include "pattern.h"
 
 /* X(name, symbol in the fatbin, parameter struct) */
 #define KVS_KERNEL_LIST(X)                                                                                             \
@@ -106,6 +107,7 @@ struct kvs_code_params {
   uint64_t verdicts; /* address of a 32-bit word a pair, initially 0: the worst enum kvs_unit_verdict of its units */
   uint64_t count;    /* pairs * nrows * parts */
   uint64_t valid_nbytes; /* of a page, when encoding: bytes behind are read as zeros */
+  uint64_t spoilt;       /* for tests: the unit that is coded wrong; UINT64_MAX: none */
   uint32_t by_src;       /* 1: decode */
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
 };
@@ -181,33 +183,6 @@ KVS_BOTH struct kvs_cut kvs_cut_piece(uint64_t dst, uint64_t src, uint64_t nbyte
   cut.words = (nbytes - cut.head) / cut.width;
   cut.tail = nbytes - cut.head - cut.words * cut.width;
   return cut;
-}
-
-/* The pattern that `kvswap replay` and the tests write into blocks and verify after copies. It shares no code with the
- * copy paths: byte i of an item is byte i % 8 (little-endian) of kvs_pattern_word(key, i / 8), for any alignment. */
-enum kvs_pattern_mode { KVS_PATTERN_WRITE, KVS_PATTERN_CHECK };
-
-struct kvs_pattern_item {
-  uint64_t ptr, nbytes, key;
-};
-
-struct kvs_pattern_result {
-  uint64_t wrong; /* bytes that differ */
-  uint64_t first; /* item << 40 | offset of the first wrong byte; UINT64_MAX: none */
-};
-
-struct kvs_pattern_params {
-  uint64_t items; /* address of struct kvs_pattern_item[nitems], device or pinned memory */
-  uint64_t nitems;
-  uint64_t result; /* address of one struct kvs_pattern_result, initially {0, UINT64_MAX}; CHECK only */
-  uint64_t mode;
-};
-
-KVS_BOTH uint64_t kvs_pattern_word(uint64_t key, uint64_t index) {
-  uint64_t z = key + (index + 1u) * 0x9E3779B97F4A7C15ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
 }
 
 struct kvs_delay_params {

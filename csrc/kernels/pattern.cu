@@ -20,11 +20,11 @@ static __device__ __forceinline__ void compare(struct findings *findings, uint64
 }
 
 /* Bytes [from, nbytes) of an item, one at a time: the end of an item, or all of an item that is not 8-byte aligned. */
-static __device__ void pattern_bytes(const struct kvs_pattern_item &item, uint64_t index, uint64_t from, bool check,
-                                     struct findings *findings) {
+static __device__ void pattern_bytes(const struct kvs_pattern_item &item, uint64_t kind, uint64_t index, uint64_t from,
+                                     bool check, struct findings *findings) {
   for (uint64_t i = from + threadIdx.x; i < item.nbytes; i += blockDim.x) {
-    uint8_t *at = (uint8_t *)item.ptr + i, wanted = (uint8_t)(kvs_pattern_word(item.key, i / 8u) >> (i % 8u * 8u)),
-            found;
+    uint8_t *at = (uint8_t *)item.ptr + i,
+            wanted = (uint8_t)(kvs_pattern_value(kind, item.key, i / 8u) >> (i % 8u * 8u)), found;
     if (check) {
       word_load(&found, at);
       compare(findings, found, wanted, index, i);
@@ -34,13 +34,13 @@ static __device__ void pattern_bytes(const struct kvs_pattern_item &item, uint64
   }
 }
 
-static __device__ void pattern_item(const struct kvs_pattern_item &item, uint64_t index, bool check,
+static __device__ void pattern_item(const struct kvs_pattern_item &item, uint64_t kind, uint64_t index, bool check,
                                     struct findings *findings) {
   const uint64_t words = item.ptr % 8u == 0 ? item.nbytes / 8u : 0;
   uint64_t *at = (uint64_t *)item.ptr;
 #pragma unroll 4
   for (uint64_t i = threadIdx.x; i < words; i += blockDim.x) {
-    uint64_t wanted = kvs_pattern_word(item.key, i), found;
+    uint64_t wanted = kvs_pattern_value(kind, item.key, i), found;
     if (check) {
       word_load(&found, at + i);
       compare(findings, found, wanted, index, i * 8u);
@@ -48,7 +48,7 @@ static __device__ void pattern_item(const struct kvs_pattern_item &item, uint64_
       word_store(at + i, &wanted);
     }
   }
-  pattern_bytes(item, index, words * 8u, check, findings);
+  pattern_bytes(item, kind, index, words * 8u, check, findings);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     word_load(&item.ptr, &from->ptr);
     word_load(&item.nbytes, &from->nbytes);
     word_load(&item.key, &from->key);
-    pattern_item(item, index, params.mode == KVS_PATTERN_CHECK, &findings);
+    pattern_item(item, params.kind, index, params.mode == KVS_PATTERN_CHECK, &findings);
   }
   for (unsigned apart = KVS_WARP / 2; apart != 0; apart /= 2) {
     const uint64_t first = __shfl_xor_sync(KVS_ALL_LANES, findings.first, (int)apart);

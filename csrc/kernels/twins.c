@@ -130,14 +130,14 @@ static void run_ids(const struct kvs_ids_params *params, unsigned cta, unsigned 
 
 /* -- PATTERN --------------------------------------------------------------------------------------------------- */
 
-static void write_item(const struct kvs_pattern_item *item) {
+static void write_item(const struct kvs_pattern_item *item, uint64_t kind) {
   unsigned char *bytes = (unsigned char *)(uintptr_t)item->ptr;
   uint64_t words = item->nbytes / 8, word;
   for (uint64_t i = 0; i < words; i++) {
-    word = htole64(kvs_pattern_word(item->key, i));
+    word = htole64(kvs_pattern_value(kind, item->key, i));
     memcpy(bytes + 8 * i, &word, 8);
   }
-  word = htole64(kvs_pattern_word(item->key, words));
+  word = htole64(kvs_pattern_value(kind, item->key, words));
   memcpy(bytes + 8 * words, &word, (size_t)(item->nbytes % 8));
 }
 
@@ -153,7 +153,7 @@ static uint64_t count_wrong(const unsigned char *bytes, uint64_t word, uint64_t 
 }
 
 /* Compares sixteen words without branches: checking a correct block costs little more than reading it. */
-static uint64_t check_item(const struct kvs_pattern_item *item, uint64_t *first) {
+static uint64_t check_item(const struct kvs_pattern_item *item, uint64_t kind, uint64_t *first) {
   enum { GROUP = 16 };
   const unsigned char *bytes = (const unsigned char *)(uintptr_t)item->ptr;
   uint64_t words = item->nbytes / 8, wrong = 0;
@@ -162,13 +162,14 @@ static uint64_t check_item(const struct kvs_pattern_item *item, uint64_t *first)
     for (uint64_t j = i; j < end; j++) {
       uint64_t word;
       memcpy(&word, bytes + 8 * j, 8);
-      differ |= le64toh(word) ^ kvs_pattern_word(item->key, j);
+      differ |= le64toh(word) ^ kvs_pattern_value(kind, item->key, j);
     }
     if (!differ) continue;
     for (uint64_t j = i; j < end; j++)
-      wrong += count_wrong(bytes + 8 * j, kvs_pattern_word(item->key, j), 8, 8 * j, first);
+      wrong += count_wrong(bytes + 8 * j, kvs_pattern_value(kind, item->key, j), 8, 8 * j, first);
   }
-  return wrong + count_wrong(bytes + 8 * words, kvs_pattern_word(item->key, words), item->nbytes % 8, 8 * words, first);
+  return wrong +
+         count_wrong(bytes + 8 * words, kvs_pattern_value(kind, item->key, words), item->nbytes % 8, 8 * words, first);
 }
 
 static void report(struct kvs_pattern_result *result, uint64_t wrong, uint64_t first) {
@@ -184,10 +185,10 @@ static void run_pattern(const struct kvs_pattern_params *params, unsigned cta, u
     uint64_t first = UINT64_MAX, wrong;
     read_entry(params->items, i, &item, sizeof item);
     if (params->mode == KVS_PATTERN_WRITE) {
-      write_item(&item);
+      write_item(&item, params->kind);
       continue;
     }
-    wrong = check_item(&item, &first);
+    wrong = check_item(&item, params->kind, &first);
     if (wrong) report((struct kvs_pattern_result *)(uintptr_t)params->result, wrong, i << 40 | first);
   }
 }

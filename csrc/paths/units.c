@@ -212,6 +212,7 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
                                    .by_src = s->work->direction == KVS_H2D};
   params.units.parts = (uint32_t)coding->coding->nunits;
   params.count = (uint64_t)units->nrows * params.units.parts * npairs;
+  params.spoilt = kvs_dev_fault_units(s->device, params.by_src ? 0 : params.count);
   struct kvs_launch launch = {.kernel = KVS_KERNEL_CODE,
                               .grid = least(ctas, params.count),
                               .threads = THREADS,

@@ -95,25 +95,27 @@ static int read_items(struct kvs_py_state *state, PyObject *const *objects, stru
 }
 
 static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"device", "check", "ptrs", "nbytes", "keys", "stream"};
-  static const struct kvs_py_args spec = {"_pattern", names, 6, 6, 6};
+  static const char *const names[] = {"device", "check", "ptrs", "nbytes", "keys", "stream", "kind"};
+  static const char *const kinds[] = {"bytes", "window", "coarse"};
+  static const struct kvs_py_args spec = {"_pattern", names, 6, 7, 7};
   struct kvs_py_state *state = PyModule_GetState(module);
   struct kvs_py_list lists[3] = {{0}};
   struct kvs_pattern_item *items = NULL;
   struct kvs_pattern_job *job = NULL;
   struct kvs_error err = {0};
-  PyObject *values[6], *result = NULL;
+  PyObject *values[7], *result = NULL;
   uint64_t stream;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   int check = PyObject_IsTrue(values[1]);
-  if (check < 0) return NULL;
+  const int kind = values[6] == NULL ? 0 : kvs_py_choice(values[6], "kind", kinds, 3);
+  if (check < 0 || kind < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
   if (engine == NULL) return NULL;
   if (kvs_py_stream_handle(state, values[5], "stream", engine, &stream) == 0 &&
       read_items(state, values + 2, lists, &items) == 0) {
     int rc;
-    KVS_PY_NO_GIL(rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items,
-                                          lists[0].count, stream, &job, &err));
+    KVS_PY_NO_GIL(rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE,
+                                          (enum kvs_pattern_kind)kind, items, lists[0].count, stream, &job, &err));
     result = rc == KVS_OK ? new_pattern(state, engine, job) : kvs_py_raise(state, &err);
   }
   PyMem_Free(items);
@@ -141,9 +143,11 @@ PyDoc_STRVAR(result_doc,
              "all bytes are right or written.");
 PyDoc_STRVAR(
     pattern_doc,
-    "_pattern($module, /, device, check, ptrs, nbytes, keys, stream)\n--\n\n"
+    "_pattern($module, /, device, check, ptrs, nbytes, keys, stream, kind='bytes')\n--\n\n"
     "Write the pattern of keys[i] to the nbytes[i] bytes at ptrs[i], or check it there, in the stream's order.\n\n"
-    "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.");
+    "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.\n"
+    "kind: 'bytes', or bf16 for coded blocks: 'window' ('exact' holds them, unless the key's low bits are 2), 'coarse' "
+    "(each\ncodec gives them back).");
 PyDoc_STRVAR(pattern_word_doc, "_pattern_word($module, /, key, index)\n--\n\n"
                                "Word `index` of the pattern: its bytes 8 * index to 8 * index + 7, little-endian.");
 

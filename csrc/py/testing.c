@@ -98,9 +98,9 @@ static PyObject *host_peer(PyObject *module, PyObject *const *args, Py_ssize_t n
 enum { F_DEVICE, F_KIND, F_ACTION, F_OPERATION, F_NTH, F_EVERY, F_CODE, F_DELAY, F_COUNT };
 
 static int read_fault(PyObject *const *values, struct kvs_fault *fault) {
-  static const char *const actions[] = {"none", "fail", "skip", "lose", "delay"};
+  static const char *const actions[] = {"none", "fail", "skip", "lose", "delay", "spoil"};
   int64_t code = 1, delay_ns = 0;
-  int action = kvs_py_choice(values[F_ACTION], "action", actions, 5);
+  int action = kvs_py_choice(values[F_ACTION], "action", actions, 6);
   if (action < 0) return -1;
   fault->action = (enum kvs_fault_action)action;
   fault->nth = 1;
@@ -144,7 +144,8 @@ static PyObject *skip_hazard(struct kvs_py_state *state, PyObject *const *values
 
 static PyObject *set_fault(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "kind", "action", "operation", "nth", "every", "code", "delay"};
-  static const char *const kinds[] = {[KVS_FAULT_CALL] = "call", [KVS_FAULT_COPY] = "copy", "hazard"};
+  static const char *const kinds[] = {
+      [KVS_FAULT_CALL] = "call", [KVS_FAULT_COPY] = "copy", [KVS_FAULT_CODE] = "code", "hazard"};
   static const struct kvs_py_args spec = {"_set_fault", names, 3, 3, F_COUNT};
   struct kvs_py_state *state = PyModule_GetState(module);
   struct kvs_fault fault = {0};

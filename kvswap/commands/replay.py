@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvswap.replay.settings import Settings, Sizes
     from kvswap.replay.trace import Trace
 
-_FAULTS = "copy: fail, skip; call (of the driver): fail, lose, delay"
+_FAULTS = "copy: fail, skip; code: spoil; call (of the driver): fail, lose, delay"
 # Both tiers are smaller than the demo's trace, and its blocks are large enough that the run takes a second or more.
 _DEMO_BLOCKS = {"gpu": 128, "host": 512}
 _DEMO_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 512 << 10}
@@ -75,6 +75,12 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     add_tier(tiers, "gpu", "size of the GPU tier in blocks")
     add_tier(tiers, "host", "size of the host tier in blocks")
     tiers.add_argument(
+        "--codec",
+        metavar="NAME",
+        help="code the blocks of the host tier, and those of the file tier: exact, mxfp8 or fp4. --host-bytes then has "
+        "room for more blocks",
+    )
+    tiers.add_argument(
         "--file-tier", metavar="DIR", help="a third tier, in files: blocks that leave the host tier are stored there"
     )
     tiers.add_argument("--file-blocks", type=positive, metavar="N", help="size of the file tier in blocks")
@@ -98,14 +104,17 @@ def tier_blocks(args: argparse.Namespace, tier: str, full: geometry.Geometry) ->
     nbytes: int | None = getattr(args, f"{tier}_bytes")
     if nbytes is None:
         return blocks
-    if 0 < nbytes < full.full_nbytes:
+    from kvswap.replay.settings import host_nbytes
+
+    of_one = host_nbytes(full, getattr(args, "codec", None)) if tier == "host" else full.full_nbytes
+    if 0 < nbytes < of_one:
         from kvswap.replay.units import format_size
 
         raise UsageError(
             f"--{tier}-bytes {format_size(nbytes)} holds no block: one of {full.name} has "
-            f"{format_size(full.full_nbytes)}, also where it is scaled down to move fewer bytes"
+            f"{format_size(of_one)}, also where it is scaled down to move fewer bytes"
         )
-    return nbytes // full.full_nbytes
+    return nbytes // of_one
 
 
 def add_geometry(parser: argparse.ArgumentParser, *, scaled: str) -> None:
@@ -154,7 +163,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fault",
         metavar="KIND:ACTION:EVERY",
-        help=f"inject faults: copy:skip:10000 skips 1 copy in 10,000; {_FAULTS}",
+        help=f"inject faults: copy:skip:10000 skips 1 copy in 10,000; {_FAULTS}. With --codec code takes copy's place",
     )
 
 
@@ -202,7 +211,16 @@ def _check(args: argparse.Namespace) -> None:
 
         plot.require(args.plot)
     if args.fault is not None:
-        _fault_parts(args.fault)
+        kind = _fault_parts(args.fault)[0]
+        if (kind == "copy" and args.codec is not None) or (kind == "code" and args.codec is None):
+            raise UsageError(f"--fault {args.fault} would never happen: coded blocks have faults of kind code")
+    if args.codec is not None:
+        from kvswap.codecs import CODECS
+
+        if args.codec not in CODECS:
+            raise UsageError(f"--codec {args.codec}: there are {', '.join(CODECS)}")
+        if getattr(args, "dtype_bytes", 2) != 2:
+            raise UsageError(f"--codec {args.codec} codes bf16: --dtype-bytes {args.dtype_bytes} is another type")
     if (args.file_tier is None) != (args.file_blocks is None):
         raise UsageError("--file-tier DIR and --file-blocks N go together")
     if args.file_tier is not None and Path(args.file_tier).exists() and not Path(args.file_tier).is_dir():
@@ -235,6 +253,7 @@ def _settings(args: argparse.Namespace, shape: geometry.Geometry, sizes: Sizes) 
         seed=args.seed,
         path=args.path,
         file_tier=args.file_tier,
+        codec=args.codec,
     )
 
 

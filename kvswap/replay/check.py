@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvswap import _C
 
 from .memory import GroupMemory, TierMemory, Words
-from .pattern import POISON_KEY, block_keys
+from .pattern import POISON_KEY, Kind, block_keys, classes
 from .tiers import Slots
 
 _ITEMS_A_CALL = 1 << 16
@@ -56,21 +56,22 @@ class Check:
 class Checker:
     """Knows every block's keys and addresses."""
 
-    def __init__(self, device: _C.Device, memory: TierMemory, seed: int) -> None:
+    def __init__(self, device: _C.Device, memory: TierMemory, seed: int, kind: Kind = "bytes") -> None:
         self._device = device
         self._groups = memory.groups
         self._seed = seed
+        self._kind = kind
         self._layers = sum(len(memory.group.layers) for memory in self._groups)
 
     def write(self, blocks: Blocks, stream: _C.Stream) -> _C._PatternJob:
-        return self._pattern(False, blocks, self._keys(blocks.hashes), stream)
+        return self._pattern(False, blocks, self._keys(blocks.hashes), stream, self._kind)
 
     def poison(self, tier: str, slots: Slots, stream: _C.Stream) -> _C._PatternJob:
         blocks = Blocks(tier, np.zeros(len(slots), np.uint64), slots)
-        return self._pattern(False, blocks, np.full(len(slots) * self._layers, POISON_KEY), stream)
+        return self._pattern(False, blocks, np.full(len(slots) * self._layers, POISON_KEY), stream, "bytes")
 
     def check(self, blocks: Blocks, stream: _C.Stream, what: str) -> Check:
-        return Check(self._pattern(True, blocks, self._keys(blocks.hashes), stream), blocks, what)
+        return Check(self._pattern(True, blocks, self._keys(blocks.hashes), stream, self._kind), blocks, what)
 
     def result(self, check: Check, timeout: float) -> None:
         """Wait for a check; raises WrongBytes, which names the first wrong byte."""
@@ -85,19 +86,17 @@ class Checker:
         return [blocks.part(start, start + step) for start in range(0, len(blocks.slots), step)]
 
     def _keys(self, hashes: Words) -> Words:
-        return np.concatenate(
-            [
-                block_keys(hashes, number, len(m.group.layers), self._seed).ravel()
-                for number, m in enumerate(self._groups)
-            ]
-        )
+        keys = [block_keys(hashes, number, len(m.group.layers), self._seed) for number, m in enumerate(self._groups)]
+        if self._kind == "window":
+            keys = [key & ~np.uint64(3) | classes(hashes, self._seed) for key in keys]
+        return np.concatenate([key.ravel() for key in keys])
 
-    def _pattern(self, check: bool, blocks: Blocks, keys: Words, stream: _C.Stream) -> _C._PatternJob:
+    def _pattern(self, check: bool, blocks: Blocks, keys: Words, stream: _C.Stream, kind: Kind) -> _C._PatternJob:
         ptrs = np.concatenate([_addresses(memory, blocks).ravel() for memory in self._groups])
         nbytes = np.concatenate(
-            [np.full(len(m.group.layers) * len(blocks.slots), m.group.layer_nbytes, np.uint64) for m in self._groups]
+            [np.full(len(m.group.layers) * len(blocks.slots), _nbytes(m, blocks), np.uint64) for m in self._groups]
         )
-        return _C._pattern(self._device, check, ptrs, nbytes, keys, stream)
+        return _C._pattern(self._device, check, ptrs, nbytes, keys, stream, kind)
 
     def _wrong(self, check: Check, wrong: int, item: int, offset: int) -> WrongBytes:
         """Items lie group by group, layer by layer, block by block."""
@@ -118,6 +117,10 @@ class Checker:
             f"(block id {int(ids[slot])}): found by {check.what}, which saw {wrong} wrong bytes in all"
         )
         return WrongBytes(message, wrong_bytes=wrong, block=block, layer=layer, offset=offset)
+
+
+def _nbytes(memory: GroupMemory, blocks: Blocks) -> int:
+    return memory.group.layer_nbytes if blocks.tier == "gpu" else memory.host_nbytes
 
 
 def _addresses(memory: GroupMemory, blocks: Blocks) -> NDArray[np.uint64]:

@@ -29,16 +29,11 @@ class FileTier:
     """The stores, and where their blocks are in memory."""
 
     def __init__(self, device: _C.Device, memory: TierMemory, settings: Settings) -> None:
-        self._stores: list[tuple[FileStore, GroupMemory, list[_C.Pool]]] = []
+        self._stores: list[tuple[FileStore, GroupMemory]] = []
         try:
             for group in memory.groups:
                 store = _open(group, device, settings, alone=len(memory.groups) == 1)
-                pools: list[_C.Pool] = []
-                self._stores.append((store, group, pools))
-                for tensor in group.gpu:
-                    first = pools[0] if pools else None
-                    blocks, nbytes = settings.sizes.gpu_blocks, group.group.layer_nbytes
-                    pools.append(_C.Pool(device, tensor, blocks, nbytes, group=first))
+                self._stores.append((store, group))
                 store.delete(store.keys()).wait(settings.wait_limit)  # of an earlier run
         except BaseException:
             self.close()
@@ -48,17 +43,17 @@ class FileTier:
         """Store from host memory. Few transfers are unfinished, so that the queue is never full."""
         return [
             store.store(keys_of(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
-            for store, group, _ in self._stores
+            for store, group in self._stores
         ]
 
     def load(self, hashes: Words, gpu_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
         return [
-            store.load(keys_of(hashes), pools, group.gpu_ids[gpu_slots], after=after)
-            for store, group, pools in self._stores
+            store.load(keys_of(hashes), list(group.gpu_pools), group.gpu_ids[gpu_slots], after=after)
+            for store, group in self._stores
         ]
 
     def drop(self, hashes: Words) -> list[FileTransfer]:
-        return [store.delete(keys_of(hashes)) for store, _, _ in self._stores]
+        return [store.delete(keys_of(hashes)) for store, _ in self._stores]
 
     def describe(self) -> str:
         info = self._stores[0][0].info
@@ -66,8 +61,7 @@ class FileTier:
         return f"{info['engine']}, {how}"
 
     def close(self) -> None:
-        """Drops the pools too: their memory is freed next."""
-        for store, _, _ in self._stores:
+        for store, _ in self._stores:
             store.close()
         self._stores.clear()
 
@@ -79,11 +73,12 @@ def _open(group: GroupMemory, device: _C.Device, settings: Settings, *, alone: b
     if not alone:
         folder /= group.group.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    nbytes = group.group.block_nbytes
+    codings = [] if group.coding is None else [group.coding] * len(group.group.layers)
+    nbytes = len(group.group.layers) * group.host_nbytes
     slot = _PAGE + -(-nbytes // _PAGE) * _PAGE
     segment = max(_SEGMENT_NBYTES, 4 * slot)
     slots = int(settings.sizes.file_blocks * _SPARE) + 64
-    layout = Layout(nbytes, use="kvswap replay", group=group.group.name, seed=settings.seed)
+    layout = Layout(nbytes, coding=codings, use="kvswap replay", group=group.group.name, seed=settings.seed)
     capacity = (-(-slots // ((segment - _PAGE) // slot)) + 1) * segment
     try:
         return FileStore(folder, layout, capacity=capacity, segment_nbytes=segment, device=device)

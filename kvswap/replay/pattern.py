@@ -1,13 +1,19 @@
-"""The bytes a block must hold, in NumPy: a twin of kvs_pattern_word in csrc/kernels/kernels.h, made without it.
+"""The bytes a block must hold, in NumPy: a twin of kvs_pattern_value in csrc/kernels/kernels.h, made without it.
 
-Byte i of an item is byte i % 8 (little-endian) of word(key, i // 8). A key is a mix of block hash, group, layer and
-seed, so that a block that lands in another block's place, layer or group is as wrong as one that never arrived.
+Byte i of an item is byte i % 8 (little-endian) of value(kind, key, i // 8). A key is a mix of block hash, group, layer
+and seed, so that a block that lands in another block's place, layer or group is as wrong as one that never arrived.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
+
+# bytes: any. Of blocks that are coded, bf16: window: a codec without loss holds them, unless the key says otherwise;
+# coarse: few values, which every codec gives back as they are.
+Kind = Literal["bytes", "window", "coarse"]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MUL1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -29,10 +35,34 @@ def pattern_words(keys: NDArray[np.uint64], nwords: int) -> NDArray[np.uint64]:
     return mix(keys.reshape(-1, 1) + index * _STEP)
 
 
-def pattern_bytes(key: int, nbytes: int) -> NDArray[np.uint8]:
+# Of the keys of kind `window`, the two low bits.
+PLAIN, ESCAPES, MISFIT = 0, 1, 2  # within the window; a value in 256 below it, which fits; any bytes
+_EVERY = {ESCAPES: 10, MISFIT: 200}  # one block in so many
+_SIZES = np.array([1, 1.5, 2, 3, 4, 6, 2, 3], np.float32).view(np.uint32) >> 16
+
+
+def _window(key: int, values: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    if key % 4 == MISFIT:
+        return values
+    exponent = (values >> 7 & 7) + 121
+    if key % 4 == ESCAPES:
+        exponent[::256] = 20
+    return np.asarray(values & 0x807F | exponent << 7, np.uint16)
+
+
+def _coarse(values: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    size = _SIZES[values & 7].astype(np.uint16)
+    size[::16] = _SIZES[5]
+    return np.asarray(values & 0x8000 | size, np.uint16)
+
+
+def pattern_bytes(key: int, nbytes: int, kind: Kind = "bytes") -> NDArray[np.uint8]:
     """What an item of this key must hold."""
     words = pattern_words(np.array([key], np.uint64), -(-nbytes // 8))
-    return words.astype("<u8").view(np.uint8).reshape(-1)[:nbytes]
+    values = words.astype("<u8").view("<u2").reshape(-1)
+    if kind != "bytes":
+        values = _window(key, values) if kind == "window" else _coarse(values)
+    return values.astype("<u2").view(np.uint8)[:nbytes]
 
 
 def block_keys(hashes: NDArray[np.uint64], group: int, layers: int, seed: int) -> NDArray[np.uint64]:
@@ -40,6 +70,20 @@ def block_keys(hashes: NDArray[np.uint64], group: int, layers: int, seed: int) -
     salt = mix(np.array([(seed << 8 | group) & (2**64 - 1)], np.uint64) + _STEP)
     rows = np.arange(1, layers + 1, dtype=np.uint64).reshape(-1, 1) * _LAYER
     return mix(mix(hashes ^ salt) + rows)
+
+
+def classes(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """PLAIN, ESCAPES or MISFIT, of blocks of kind `window`."""
+    drawn = mix(hashes ^ mix(np.array([seed & (2**64 - 1)], np.uint64) + _LAYER))
+    found = np.full(len(hashes), PLAIN, np.uint64)
+    for which, every in _EVERY.items():
+        found[drawn % np.uint64(every) == 0] = which
+    return found
+
+
+def misfits(hashes: NDArray[np.uint64], seed: int, kind: Kind) -> NDArray[np.int64]:
+    """Positions of the blocks that a codec cannot hold."""
+    return np.flatnonzero(classes(hashes, seed) == MISFIT) if kind == "window" else np.zeros(0, np.int64)
 
 
 def first_wrong(data: NDArray[np.uint8], key: int) -> tuple[int, int | None]:

@@ -53,6 +53,10 @@ class Report:
     seed: int
     path: str
     trace_requests: int
+    codec: str = ""  # of the host tier
+    coded_bytes_per_block: int = 0  # as the host tier has them
+    offered: int = 0  # blocks that were to be stored
+    misfits: int = 0  # of them, those that the codec cannot hold: not stored
     requests: int = 0
     gpu_hits: int = 0
     host_hits: int = 0
@@ -132,6 +136,22 @@ class Report:
             "poisoned": dict(self.poisoned),
             "wrong_bytes": self.wrong_bytes,
             **(self._file_dict() if self.file_blocks else {}),
+            **(self._codec_dict() if self.codec else {}),
+        }
+
+    def _link_nbytes(self, moves: Moves) -> int:
+        return moves.nbytes * self.coded_bytes_per_block // self.bytes_per_block
+
+    def _codec_dict(self) -> dict[str, Any]:
+        return {
+            "codec": {
+                "name": self.codec,
+                "bytes_per_block": self.coded_bytes_per_block,
+                "offered": self.offered,
+                "misfits": self.misfits,
+                "link_bytes_loaded": self._link_nbytes(self.loads),
+                "link_bytes_stored": self._link_nbytes(self.stores),
+            }
         }
 
     def _file_dict(self) -> dict[str, Any]:
@@ -176,6 +196,10 @@ class Report:
             rows.append(("TRUNCATED", cut))
         if self.not_stored:
             rows.append(("not stored", f"{self.not_stored:,} blocks of requests that are larger than the host tier"))
+        if self.codec:
+            rows.append(
+                ("not coded", f"{_share(self.misfits, self.offered, 'blocks')} of those that were to be stored")
+            )
         return rows
 
     def _moved_rows(self) -> list[tuple[str, str]]:
@@ -222,7 +246,10 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
         f"  device    {report.device} ({report.device_name}), path {settings.path}",
         f"  geometry  {geometry.describe()}",
         f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
-        f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
+        f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * report.coded_bytes_per_block)}"
+        + (
+            f", coded by {report.codec}: {report.coded_bytes_per_block / block:.3f} of the size" if report.codec else ""
+        ),
         *([f"  file tier {sizes.file_blocks:,} blocks in {settings.file_tier}"] if sizes.file_blocks else []),
         *([f"  unscaled  {geometry.unscaled(tiers)}"] if geometry.scaled else []),
         f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",

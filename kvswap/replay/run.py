@@ -35,11 +35,12 @@ from numpy.typing import NDArray
 from kvswap import _C
 from kvswap.files import FileTransfer
 
+from . import pattern
 from .check import Blocks, Check, Checker, WrongBytes
 from .file_tier import FileTier
 from .memory import GroupMemory, TierMemory
 from .report import Moves, Report
-from .settings import Settings
+from .settings import Settings, host_nbytes
 from .tiers import Admission, Slots, Tiers
 from .trace import Trace
 
@@ -47,6 +48,7 @@ _log = logging.getLogger("kvswap.replay")
 _D2H, _H2D = 0, 1
 _MAX_STORES = 64  # moves that may be unfinished: bounds memory, and stays far below a lane's depth
 _LEGACY_STREAM = 0
+_NONE = np.zeros(0, np.int64)
 
 OnProgress = Callable[[Report, int], None]
 OnMemory = Callable[[int, int], object]
@@ -58,6 +60,7 @@ class _Move:
 
     number: int
     transfers: list[_C.Transfer]
+    misfits: NDArray[np.int64]  # positions that are not stored, since the codec cannot hold the blocks
 
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers)
@@ -77,7 +80,8 @@ class _Flight:
 class _Scrub:
     """Host slots that blocks leave: checked, then poisoned."""
 
-    check: Check
+    checks: list[Check]
+    loads: list[_C.Transfer]  # of coded blocks, which are checked on the GPU
     poison: _C._PatternJob
 
 
@@ -105,7 +109,7 @@ class _Lane:
         """Wait for the oldest move and count it; raises its error if it failed."""
         move = self._unfinished[0]
         for transfer in move.transfers:
-            transfer.wait(self._wait_limit)
+            _wait(transfer, move.misfits, self._wait_limit)
         self._unfinished.popleft()
         for transfer in move.transfers:
             self._moves.add(transfer.nbytes, transfer.elapsed)
@@ -120,6 +124,18 @@ class _Lane:
             self.wait_oldest()
 
 
+def _wait(transfer: _C.Transfer, misfits: NDArray[np.int64], limit: float) -> None:
+    """Raises the transfer's error, unless it is that exactly the misfits were not stored."""
+    try:
+        transfer.wait(limit)
+    except _C.Error:
+        if not len(misfits) or not np.array_equal(np.sort(transfer.failed_positions), misfits):
+            raise
+    else:
+        if len(misfits):
+            raise _C.Error(f"{len(misfits)} blocks do not fit their coded size, and a store of them did not fail")
+
+
 class Replay:
     """One replay. run() once; `report` holds what happened, whole or partial, even if run() raised."""
 
@@ -127,7 +143,9 @@ class Replay:
         self._trace = trace
         self._settings = settings
         self._device = device
-        self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks, settings.sizes.file_blocks)
+        self._kind: pattern.Kind = "bytes" if settings.codec is None else "window" if settings.lossless else "coarse"
+        sizes = settings.sizes
+        self._tiers = Tiers(sizes.gpu_blocks, sizes.host_blocks, sizes.file_blocks, self._misfits)
         self._files: FileTier | None = None  # the third tier
         self.report = _new_report(trace, settings, device)
         self._moves: dict[int, _Move] = {}  # unfinished, by number
@@ -147,8 +165,11 @@ class Replay:
         self._compute = _C.Stream(self._device)
         self._scrub = _C.Stream(self._device, priority="background")
         settings = self._settings
-        self._memory = TierMemory(self._device, settings.geometry, settings.sizes, settings.seed, on_memory)
-        self._checker = Checker(self._device, self._memory, settings.seed)
+        self._memory = TierMemory(
+            self._device, settings.geometry, settings.sizes, settings.seed, settings.codec,
+            settings.file_tier is not None, on_memory,
+        )  # fmt: skip
+        self._checker = Checker(self._device, self._memory, settings.seed, self._kind)
         self._start = time.monotonic()
         try:
             self._open_third()
@@ -172,6 +193,9 @@ class Replay:
             self.report.seconds = time.monotonic() - self._start
             self._close()
         return self.report
+
+    def _misfits(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return pattern.misfits(hashes, self._settings.seed, self._kind)
 
     def _open_third(self) -> None:
         settings = self._settings
@@ -260,7 +284,10 @@ class Replay:
         while len(self._stores) >= _MAX_STORES:
             self._stores.wait_oldest()
         slots = admission.slots[admission.stores]
-        move = self._submit(_D2H, slots, admission.store_to, after)
+        misfits = self._misfits(admission.hashes[admission.stores])
+        self.report.offered += len(slots)
+        self.report.misfits += len(misfits)
+        move = self._submit(_D2H, slots, admission.store_to, after, misfits)
         self._gpu_read_by[slots] = move.number
         self._host_filled_by[admission.store_to] = move.number
 
@@ -268,8 +295,9 @@ class Replay:
         """How many computed blocks the host tier has no room for; 0 without a host tier."""
         if not self._settings.sizes.host_blocks:
             return 0
-        computed = admission.hashes[admission.leading :].tolist()
-        return sum(block not in self._tiers.host for block in computed)
+        computed = admission.hashes[admission.leading :]
+        misfits = set(computed[self._misfits(computed)].tolist())
+        return sum(block not in self._tiers.host and block not in misfits for block in computed.tolist())
 
     def _give_up_host(self, admission: Admission) -> None:
         """Check the blocks in place, then poison their slots. So stores are checked that no load follows."""
@@ -278,9 +306,30 @@ class Replay:
         self._stream_waits(self._scrub, self._unfinished(self._host_read_by, slots))
         self._stream_waits(self._scrub, self._unfinished(self._host_filled_by, slots))
         blocks = Blocks("host", admission.host_given_up.hashes, slots)
-        check = self._checker.check(blocks, self._scrub, f"request {admission.request}, which took the slot over")
-        self._scrubs.append(_Scrub(check, self._checker.poison("host", slots, self._scrub)))
+        what = f"request {admission.request}, which took the slot over"
+        loads: list[_C.Transfer] = []
+        checks = [self._check_host(part, self._scrub, what, loads) for part in self._host_parts(blocks)]
+        self._scrubs.append(_Scrub(checks, loads, self._checker.poison("host", slots, self._scrub)))
         self.report.poisoned["host"] += len(slots)
+
+    def _host_parts(self, blocks: Blocks) -> list[Blocks]:
+        """What can be checked at once: coded blocks are decoded into scratch slots."""
+        step = self._memory.scratch
+        if not step:
+            return self._checker.parts(blocks)
+        return [blocks.part(start, start + step) for start in range(0, len(blocks.slots), step)]
+
+    def _check_host(self, blocks: Blocks, stream: _C.Stream, what: str, loads: list[_C.Transfer]) -> Check:
+        """Check blocks of the host tier in place, or where they are coded in scratch slots of the GPU."""
+        if not self._memory.scratch:
+            return self._checker.check(blocks, stream, what)
+        scratch = self._settings.sizes.gpu_blocks + np.arange(len(blocks.slots))
+        for memory in self._memory.groups:
+            loads.append(self._swap(memory, _H2D, scratch, blocks.slots, [stream], self._loads))
+            loads[-1].make_wait(stream)
+        return self._checker.check(
+            Blocks("gpu", blocks.hashes, scratch), stream, f"{what}, decoded from host slots {blocks.slots.tolist()}"
+        )
 
     def _load_from_files(self, admission: Admission) -> Sequence[FileTransfer]:
         """The loads start after the compute stream, which poisons the slots."""
@@ -300,7 +349,11 @@ class Replay:
                 transfer.wait(self._settings.wait_limit)
         if len(admission.file_stores):
             slots = given_up.slots[admission.file_stores]
-            filling = [t for move in self._unfinished(self._host_filled_by, slots) for t in move.transfers]
+            moves = self._unfinished(self._host_filled_by, slots)
+            if any(len(move.misfits) for move in moves):  # a file store does not start after a move that failed
+                self._stores.wait_through(moves[-1])
+                moves = []
+            filling = [t for move in moves for t in move.transfers]
             stores = self._files.store(given_up.hashes[admission.file_stores], slots, filling)
             self._end_files(stores, self.report.file_stores)
 
@@ -366,8 +419,15 @@ class Replay:
     def _final_sweep(self) -> None:
         """Check every block that any tier holds, in place."""
         for tier, table in (("gpu", self._tiers.gpu), ("host", self._tiers.host)):
-            for part in self._checker.parts(Blocks(tier, *table.residents())):
-                check = self._checker.check(part, self._compute, f"the final sweep of the {tier} tier")
+            blocks = Blocks(tier, *table.residents())
+            for part in self._host_parts(blocks) if tier == "host" else self._checker.parts(blocks):
+                what, loads = f"the final sweep of the {tier} tier", list[_C.Transfer]()
+                if tier == "host":
+                    check = self._check_host(part, self._compute, what, loads)
+                else:
+                    check = self._checker.check(part, self._compute, what)
+                for load in loads:  # first: a failed load explains wrong bytes
+                    load.wait(self._settings.wait_limit)
                 self._checker.result(check, self._settings.wait_limit)
                 self.report.verified_at_end[tier] += len(part.slots)
                 self._progress(self.report, len(self._trace))
@@ -389,11 +449,16 @@ class Replay:
             self._progress(self.report, len(self._trace))
 
     def _submit(
-        self, direction: int, slots: Slots, host_slots: Slots, after: Sequence[_C.Transfer | _C.Stream]
+        self,
+        direction: int,
+        slots: Slots,
+        host_slots: Slots,
+        after: Sequence[_C.Transfer | _C.Stream],
+        misfits: NDArray[np.int64] = _NONE,
     ) -> _Move:
         lane = self._loads if direction == _H2D else self._stores
         transfers = [self._swap(memory, direction, slots, host_slots, after, lane) for memory in self._memory.groups]
-        move = _Move(self._next_move, transfers)
+        move = _Move(self._next_move, transfers, misfits)
         self._next_move += 1
         self._moves[move.number] = move
         lane.add(move)
@@ -411,6 +476,13 @@ class Replay:
         """All layers of a group in one call. On a full lane, wait for the oldest transfer first."""
         while True:
             try:
+                if memory.coding is not None:
+                    pools = memory.gpu_pools, memory.host_pools
+                    ids = memory.gpu_ids[slots], memory.host_ids[host_slots]
+                    source, target = (1, 0) if direction == _H2D else (0, 1)
+                    return _C.move_blocks(
+                        pools[source], pools[target], ids[source], ids[target], after=after, path=self._settings.path
+                    )
                 return _C.swap_cache_all_layers_async(
                     memory.gpu_ptrs,
                     memory.host_ptrs,
@@ -437,7 +509,11 @@ class Replay:
     def _stream_waits(self, stream: _C.Stream, moves: Sequence[_Move]) -> None:
         for move in moves:
             for transfer in move.transfers:
-                transfer.make_wait(stream)
+                try:
+                    transfer.make_wait(stream)
+                except _C.Error:
+                    if not len(move.misfits):  # otherwise it has ended, and wait_oldest() says how
+                        raise
 
     def _collect(self) -> None:
         self._loads.collect()
@@ -447,9 +523,13 @@ class Replay:
 
     def _end_scrub(self) -> None:
         scrub = self._scrubs.popleft()
-        self._checker.result(scrub.check, self._settings.wait_limit)
-        scrub.poison.result(self._settings.wait_limit)
-        self.report.verified_given_up += len(scrub.check.blocks.slots)
+        limit = self._settings.wait_limit
+        for load in scrub.loads:
+            load.wait(limit)
+        for check in scrub.checks:
+            self._checker.result(check, limit)
+            self.report.verified_given_up += len(check.blocks.slots)
+        scrub.poison.result(limit)
 
     def _forget(self, move: _Move) -> None:
         del self._moves[move.number]
@@ -482,5 +562,7 @@ def _new_report(trace: Trace, settings: Settings, device: _C.Device) -> Report:
         in_flight=settings.in_flight,
         seed=settings.seed,
         path=settings.path,
+        codec=settings.codec or "",
+        coded_bytes_per_block=host_nbytes(settings.geometry, settings.codec),
         trace_requests=len(trace),
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvswap import _C
+from kvswap.codecs import CODECS, Coding
 
 from .errors import UsageError
-from .geometry import Geometry, scale
+from .geometry import Geometry, Group, scale
 from .units import format_size
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _DEFAULT_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 64 << 10}
 _DEFAULT_GPU_BLOCKS = {"cuda": 2048, "host": 4096}
 _HOST_BLOCKS_PER_GPU_BLOCK = 4
+_LEAST_CODED = 1024
 _LARGEST_SHARE = 0.5  # of what is free, by default
 
 
@@ -42,6 +44,7 @@ class Settings:
     path: Path = "auto"
     wait_limit: float = 60.0  # of every single wait
     file_tier: str | None = None  # folder of the file tier, which has sizes.file_blocks
+    codec: str | None = None  # of the host tier's blocks, and of the file tier's
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
@@ -52,6 +55,38 @@ class Settings:
             raise UsageError("--file-tier DIR and --file-blocks N go together")
         if self.file_tier is not None and self.sizes.host_blocks == 0:
             raise UsageError("the file tier takes what leaves the host tier: there is none (--host-blocks 0)")
+        if self.codec is not None:
+            self._check_codec()
+
+    def _check_codec(self) -> None:
+        if self.codec not in CODECS:
+            raise UsageError(f"--codec {self.codec}: there are {', '.join(CODECS)}")
+        if self.sizes.host_blocks == 0:
+            raise UsageError("--codec is of the host tier: there is none (--host-blocks 0)")
+        least = min(group.layer_nbytes for group in self.geometry.groups)
+        if least < _LEAST_CODED:
+            raise UsageError(
+                f"--codec needs {_LEAST_CODED} bytes a block in each layer, and there are {least}: larger blocks "
+                "(--bytes-per-block)"
+            )
+        if self.path not in ("auto", "burst", "kernel"):
+            raise UsageError(f"--path {self.path} moves bytes as they are: --codec needs auto, burst or kernel")
+
+    @property
+    def lossless(self) -> bool:
+        return self.codec is not None and coding_of(self.geometry.groups[0], self.codec).lossless
+
+
+def coding_of(group: Group, codec: str) -> Coding:
+    """Of a layer's part of a block, which is bf16."""
+    return Coding(group.layer_nbytes, codec)
+
+
+def host_nbytes(geometry: Geometry, codec: str | None) -> int:
+    """Of a block in the host tier."""
+    if codec is None:
+        return geometry.block_nbytes
+    return sum(len(group.layers) * coding_of(group, codec).coded_nbytes for group in geometry.groups)
 
 
 @dataclass(frozen=True)

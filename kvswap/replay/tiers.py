@@ -16,7 +16,7 @@ The rules, which tests hold against a brute-force model:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +73,10 @@ class Tier:
         hashes = np.array([block for block, _ in oldest], np.uint64)
         return GivenUp(hashes, slots, int(self._last_use[slots].max(initial=-1)))
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._free.append(self._slots.pop(block))
+
     def insert(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._slots[block] = self._free.pop()
@@ -128,12 +132,20 @@ class Admission:
 
 
 class Tiers:
-    """The tiers together. file: the third tier, or how many blocks it has."""
+    """The tiers together. file: the third tier, or how many blocks it has. misfits: positions of blocks that are
+    stored to the host tier in vain, since its codec cannot hold them."""
 
-    def __init__(self, gpu_blocks: int, host_blocks: int, file: int | Tier = 0) -> None:
+    def __init__(
+        self,
+        gpu_blocks: int,
+        host_blocks: int,
+        file: int | Tier = 0,
+        misfits: Callable[[NDArray[np.uint64]], NDArray[np.int64]] = lambda hashes: np.zeros(0, np.int64),
+    ) -> None:
         self.gpu = Tier(gpu_blocks)
         self.host = Tier(host_blocks)
         self.file = file if isinstance(file, Tier) else Tier(file)
+        self._misfits = misfits
         self._requests = 0
 
     def admit(self, hashes: NDArray[np.uint64]) -> Admission:
@@ -162,6 +174,9 @@ class Tiers:
         host_given_up = self.host.make_room(len(stores))
         self.host.insert(blocks[i] for i in stores)
         self.host.touch(blocks, request)
+        store_to = self.host.slots_of(blocks[i] for i in stores)
+        offered = np.array([blocks[i] for i in stores], np.uint64)
+        self.host.forget(offered[self._misfits(offered)].tolist())
         file_stores, file_given_up = self.file.take(host_given_up.hashes.tolist(), request)
         return Admission(
             request=request,
@@ -173,7 +188,7 @@ class Tiers:
             loads=np.array(loads, np.int64),
             load_from=load_from,
             stores=np.array(stores, np.int64),
-            store_to=self.host.slots_of(blocks[i] for i in stores),
+            store_to=store_to,
             gpu_given_up=gpu_given_up,
             host_given_up=host_given_up,
             file_hits=len(file_loads),

@@ -267,7 +267,7 @@ def test_a_layout_that_does_not_name_its_coding(exact: Cache, tmp_path: Path) ->
     liar = types.SimpleNamespace(block_nbytes=16, text=exact.coding.text, codings=(exact.coding,))
     with pytest.raises(ValueError, match=f"block_nbytes is 16; a block is coded to {exact.coding.coded_nbytes}"):
         opened(tmp_path, liar, None)
-    for wrong in ((3,), [exact.coding], (exact.coding,) * 65):
+    for wrong in ((3,), [exact.coding], (exact.coding,) * 1025):
         liar = types.SimpleNamespace(block_nbytes=16, text="{}", codings=wrong)
         with pytest.raises(TypeError, match=r"layout\.codings"):
             opened(tmp_path, liar, None)
@@ -279,6 +279,8 @@ def test_a_layout_that_does_not_name_its_coding(exact: Cache, tmp_path: Path) ->
 def test_layouts_of_coded_blocks() -> None:
     coding = coding_of()
     layout = layout_of([coding, coding_of("fp4")])
+    many = layout_of([coding] * 80)  # a layer each
+    assert Layout.parse(many.block_nbytes, many.text).codings == (coding,) * 80
     assert Layout.parse(layout.block_nbytes, layout.text) == layout
     assert layout.codings == (coding, coding_of("fp4"))
     assert Coding.parse(coding.text) == coding and hash(Coding.parse(coding.text)) == hash(coding)
@@ -287,8 +289,9 @@ def test_layouts_of_coded_blocks() -> None:
         Layout(16, coding=coding)
     with pytest.raises(TypeError, match=r"coding\[0\] must be a kvswap.codecs.Coding, not str"):
         Layout(16, coding=["exact"])
-    with pytest.raises(ValueError, match="coding must be a list"):
-        Layout.parse(16, '{"coding":3}')
+    for wrong in ("3", "[3]", "[[1]]", '[["a",{}]]', "[[0,{}]]", "[[2000,{}]]"):
+        with pytest.raises(ValueError, match="coding must be a list of pairs"):
+            Layout.parse(16, f'{{"coding":{wrong}}}')
 
 
 @pytest.mark.parametrize("change", [{"codec": "zip"}, {"fields": [[0, 4096, "bf16", "exact", 2]]}, {"unit": 1 << 16}])

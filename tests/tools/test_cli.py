@@ -141,7 +141,10 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
         (["--json=/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
         (["--json=/"], "--json /: it is a directory"),
         (["--fault", "copy:skip"], "--fault takes KIND:ACTION:EVERY"),
-        (["--fault", "eat:skip:5"], "there is no kind 'eat'; kinds and their actions are copy: fail, skip; call"),
+        (
+            ["--fault", "eat:skip:5"],
+            "there is no kind 'eat'; kinds and their actions are copy: fail, skip; code: spoil; call",
+        ),
         (["--fault", "copy:eat:5"], "kind copy has no action 'eat'; its actions are fail, skip"),
         (["--fault", "call:skip:5"], "kind call has no action 'skip'; its actions are fail, lose, delay"),
         (["--fault", "copy:skip:0"], "EVERY must be a whole number above 0, not '0'"),
