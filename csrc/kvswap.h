@@ -111,6 +111,7 @@ struct kvs_transfer_info {
 struct kvs_path_stats {
   uint64_t transfers, blocks, bytes; /* of transfers done */
   uint64_t device_ns;                /* their elapsed_ns */
+  uint64_t link_bytes;               /* bytes that moved: fewer than `bytes` where blocks were coded */
 };
 
 struct kvs_stats {

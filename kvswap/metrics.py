@@ -60,6 +60,7 @@ class PathMetrics(TypedDict):
     queue: Histogram
     size: Histogram
     blocks: int
+    link_bytes: int
     device_seconds: float
     failed: dict[str, int]
     failed_blocks: int

@@ -197,6 +197,7 @@ class PathStats(TypedDict):
     transfers: int
     blocks: int
     bytes: int
+    link_bytes: int
     seconds: float
 
 

@@ -322,10 +322,9 @@ static bool may_stride(const struct move_call *call, const struct kvs_scratch *s
          in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
 }
 
-static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch, uint64_t *nbytes,
+static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch, struct kvs_work *work,
                       struct kvs_error *err) {
   struct kvs_run_list *runs = &call->room->runs;
-  *nbytes = 0;
   memset(call->room->covered, 0, call->move->npairs * sizeof *call->room->covered);
   for (size_t i = 0; i < call->nparts; i++) {
     struct kvs_part part = part_at(call, i);
@@ -335,7 +334,10 @@ static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch,
     if (status) return status;
     call->room->parts[i] = (struct planned_part){part, runs->count, may_stride(call, scratch, &part, from)};
     call->room->covered[part.pair] += bytes_in(dst, src, part.rows * part.row_nbytes);
-    *nbytes += part.rows * part.row_nbytes;
+    work->nbytes += part.rows * part.row_nbytes;
+    if (call->codings)
+      work->coded_nbytes +=
+          part.rows * bytes_in(src->layout.coding ? src : dst, src->layout.coding ? dst : src, part.row_nbytes);
   }
   return KVS_OK;
 }
@@ -704,11 +706,12 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
   if (!status && call->ids) status = check_ids(call, scratch, options, work->direction, err);
   if (!status && call->move->parts) status = check_parts(call, err);
-  if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
+  if (!status) status = plan_parts(call, scratch, work, err);
   if (status) return status;
   status = follow_failures(call, work, err);
   if (status) return status;
   work->nbytes *= call->all;
+  work->coded_nbytes *= call->all;
   work->nblocks = call->all;
   work->entries = count_entries(call);
   work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;

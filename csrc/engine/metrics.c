@@ -28,6 +28,7 @@ static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
           .bytes = kvs_histogram_read(&counters->nbytes, buckets),
           .blocks = atomic_load(&counters->blocks),
           .device_ns = atomic_load(&counters->device_ns),
+          .link_bytes = atomic_load(&counters->link_nbytes),
       };
       for (int i = 0; i <= KVS_BOUNDS; i++) row->transfers += buckets[i];
       *bytes[direction] += row->bytes;
@@ -83,6 +84,7 @@ static void read_path(const struct kvs_path_counters *counters, struct kvs_path_
   read_histogram(&counters->nbytes, &path->nbytes);
   path->blocks = atomic_load(&counters->blocks);
   path->device_ns = atomic_load(&counters->device_ns);
+  path->link_nbytes = atomic_load(&counters->link_nbytes);
   path->failed_blocks = atomic_load(&counters->failed_blocks);
   for (int i = 0; i < KVS_STATUSES; i++) path->failed[i] = atomic_load(&counters->failed[i]);
 }

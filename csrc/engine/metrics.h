@@ -26,6 +26,7 @@ struct kvs_path_metrics {
   struct kvs_histogram_counts queue_ns;    /* the same, without the time on the device */
   struct kvs_histogram_counts nbytes;
   uint64_t blocks, device_ns;
+  uint64_t link_nbytes;          /* that moved: fewer where blocks were coded */
   uint64_t failed[KVS_STATUSES]; /* transfers that failed, by -status */
   uint64_t failed_blocks;
 };

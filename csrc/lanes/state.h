@@ -51,7 +51,7 @@ struct kvs_transfer {
   uint64_t sequence, ticket; /* sequence: within the lane; ticket: over all lanes of the engine */
   enum kvs_direction direction;
   enum kvs_path path;
-  uint64_t nbytes, nblocks;
+  uint64_t nbytes, nblocks, link_nbytes;
   uint64_t dependencies; /* dependency mask, bit i for kvs_engine_at(i): engines whose work this transfer comes after */
   struct kvs_bounds {
     uint64_t low, high;
@@ -204,8 +204,8 @@ struct kvs_engine {
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
   atomic_uint_fast64_t second_attempts;
   struct kvs_path_counters {
-    struct kvs_histogram duration, queue, nbytes; /* of transfers done */
-    atomic_uint_fast64_t blocks, device_ns;       /* the same */
+    struct kvs_histogram duration, queue, nbytes;        /* of transfers done */
+    atomic_uint_fast64_t blocks, device_ns, link_nbytes; /* the same */
     atomic_uint_fast64_t failed[KVS_STATUSES], failed_blocks;
   } paths[3][KVS_PATHS]; /* by direction and path */
 };

@@ -78,6 +78,7 @@ static void discard_owner(struct kvs_transfer *transfer) {
 static void count_done(const struct kvs_transfer *transfer, struct kvs_path_counters *counters) {
   uint64_t duration = transfer->ended_ns - transfer->since_ns, elapsed = transfer->elapsed_ns;
   atomic_fetch_add_explicit(&counters->blocks, transfer->nblocks, memory_order_relaxed);
+  atomic_fetch_add_explicit(&counters->link_nbytes, transfer->link_nbytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&counters->device_ns, elapsed, memory_order_relaxed);
   kvs_histogram_add(&counters->duration, kvs_time_bounds, duration);
   kvs_histogram_add(&counters->queue, kvs_time_bounds, duration > elapsed ? duration - elapsed : 0);

@@ -112,6 +112,7 @@ struct kvs_work {
   struct kvs_scratch *scratch;
   enum kvs_direction direction;
   uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
+  uint64_t coded_nbytes;             /* on the link; 0: nbytes */
   struct kvs_shape shape;
   int (*plan)(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
   bool planned; /* KVS_FORM_COPIES is made */

@@ -278,6 +278,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;
   s.transfer->nbytes = work->nbytes;
+  s.transfer->link_nbytes = work->coded_nbytes ? work->coded_nbytes : work->nbytes;
   s.transfer->nblocks = work->nblocks;
   s.transfer->dependencies = work->dependencies;
   s.transfer->since_ns = options->since_ns ? options->since_ns : work->scratch->since_ns;

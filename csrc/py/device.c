@@ -262,10 +262,9 @@ PyDoc_STRVAR(
     "a write, a write after\n"
     "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
     "staging_nbytes.\n\n"
-    "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
-    "device, a float}}}, by\n"
-    "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
-    "thread may call.");
+    "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'link_bytes': ..., 'seconds': on the\n"
+    "device, a float}}}, by direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any.\n"
+    "link_bytes are fewer than bytes where blocks were coded. Any thread may call.");
 PyDoc_STRVAR(
     device_doc,
     "Device(name=None)\n--\n\n"

@@ -49,6 +49,7 @@ static PyObject *path_stats(const struct kvs_path_stats *paths) {
       KVS_PY_FIELD(struct kvs_path_stats, transfers),
       KVS_PY_FIELD(struct kvs_path_stats, blocks),
       KVS_PY_FIELD(struct kvs_path_stats, bytes),
+      KVS_PY_FIELD(struct kvs_path_stats, link_bytes),
       {"seconds", offsetof(struct kvs_path_stats, device_ns), kvs_py_of_seconds}};
   PyObject *dict = PyDict_New();
   for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {

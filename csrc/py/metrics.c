@@ -54,6 +54,7 @@ static PyObject *path_row(int direction, int path, const struct kvs_path_metrics
       {"queue", offsetof(struct kvs_path_metrics, queue_ns), times},
       {"size", offsetof(struct kvs_path_metrics, nbytes), sizes},
       KVS_PY_FIELD(struct kvs_path_metrics, blocks),
+      {"link_bytes", offsetof(struct kvs_path_metrics, link_nbytes), kvs_py_of_count},
       {"device_seconds", offsetof(struct kvs_path_metrics, device_ns), kvs_py_of_seconds},
       {"failed", offsetof(struct kvs_path_metrics, failed), failures},
       KVS_PY_FIELD(struct kvs_path_metrics, failed_blocks)};

@@ -535,3 +535,24 @@ def test_a_pool_holds_its_coding(device: kvswap.Device) -> None:
     del pool
     assert sys.getrefcount(coding) == held - 1
     assert kvswap.Pool(device, device.alloc(64), 1, 64).coding is None
+
+
+def test_bytes_on_the_link_are_counted(device: kvswap.Device) -> None:
+    """Of whole blocks, and of parts, which are whole pages."""
+    tiers = Tiers(device, coding_of("exact"))
+
+    def counted(direction: str) -> tuple[int, int]:
+        paths = device.stats()["paths"][direction].values()
+        return sum(path["bytes"] for path in paths), sum(path["link_bytes"] for path in paths)
+
+    before = counted("d2h")
+    tiers.store(range(5), range(5)).wait(PATIENCE)
+    tiers.store(range(3), range(3), parts=[(0, 0, PAGE, 1, PAGE, 0)]).wait(PATIENCE)
+    nbytes, link = (new - old for new, old in zip(counted("d2h"), before, strict=True))
+    assert nbytes == 5 * tiers.coding.block_nbytes + 3 * PAGE
+    assert link == (5 * LAYERS + 3) * tiers.coding.coded_nbytes // LAYERS < nbytes
+    before = counted("h2d")
+    tiers.load(range(5), range(5)).wait(PATIENCE)
+    assert [new - old for new, old in zip(counted("h2d"), before, strict=True)] == [
+        5 * tiers.coding.block_nbytes, 5 * tiers.coding.coded_nbytes
+    ]  # fmt: skip

@@ -49,7 +49,7 @@ def device_row(name: str = DEVICE) -> metrics.DeviceMetrics:
 def path_row(direction: str, path: str, name: str = DEVICE) -> Any:
     """Zeros where there was no transfer."""
     zeros = {"buckets": [0] * (len(TIMES) + 1), "sum": 0}
-    empty: Any = {"blocks": 0, "device_seconds": 0.0, "failed": {}, "failed_blocks": 0}
+    empty: Any = {"blocks": 0, "link_bytes": 0, "device_seconds": 0.0, "failed": {}, "failed_blocks": 0}
     empty |= {"duration": zeros, "queue": zeros, "size": zeros}
     rows = [row for row in device_row(name)["paths"] if (row["direction"], row["path"]) == (direction, path)]
     return rows[0] if rows else empty
@@ -92,6 +92,7 @@ def test_what_was_moved_is_what_is_counted(own: kvswap.Device, path: str, direct
     assert device_row()["submitted"] - submitted == len(sizes)
     assert after["blocks"] - before["blocks"] == sum(sizes)
     assert after["size"]["sum"] - before["size"]["sum"] == 1024 * sum(sizes) == sum(each.nbytes for each in transfers)
+    assert after["link_bytes"] - before["link_bytes"] == 1024 * sum(sizes)
     grown = [new - old for new, old in zip(after["size"]["buckets"], before["size"]["buckets"], strict=True)]
     assert grown == [sum(bucket_of(1024 * n, SIZES) == i for n in sizes) for i in range(len(SIZES) + 1)]
     assert count(after["duration"]) - count(before["duration"]) == len(sizes)
