@@ -129,10 +129,9 @@ def copies_by_plugin(on_gpu: bool) -> None:
 
 def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> VllmConfig:
     extra = {
-        "cpu_bytes_to_use": 24 * options.blocks_per_chunk * PAGE * options.layers if options.idle else 64 << 20,
+        "cpu_bytes_to_use": 64 << 20,
         "block_size": TOKENS * options.blocks_per_chunk,
         "kvswap_wait_timeout_s": 60,
-        "offload_prompt_only": options.idle,
     }
     if options.stock or options.spec != "KVSwapOffloadingSpec":  # KVSwapConnector takes that one by itself
         extra |= {"spec_name": options.spec, "spec_module_path": "kvswap.vllm"}
@@ -160,7 +159,7 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
     )
     scheduler = SchedulerConfig(
         max_num_seqs=16,
-        max_num_batched_tokens=3 * TOKENS if options.idle else 256,  # so that prompts take several steps
+        max_num_batched_tokens=256,
         max_model_len=4096,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
