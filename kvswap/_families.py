@@ -131,6 +131,7 @@ def _define_rest(table: _Table) -> None:
     table.define("histogram", "offload_job_duration_seconds", "Jobs done, from submission to collection", by_direction)
     table.define("counter", "offload_bytes", "Bytes of jobs done", by_direction)
     table.define("counter", "offload_failures", "Jobs that failed", by_direction)
+    table.define("counter", "not_stored", "Blocks that offloading jobs could not store", "device why")
     table.define("counter", "offload_device_seconds", "Seconds on the device of collected jobs", by_direction)
     table.define("counter", "offload_queued_seconds", "Seconds of collected jobs not on the device", by_direction)
     table.define("counter", "offload_stalls", "Waits of a submission since the queue was full", by_direction)
@@ -225,6 +226,8 @@ def _put_rest(table: _Table, numbers: Snapshot) -> None:
         table.put("offload_job_duration_seconds", jobs["duration"], *labels)
         table.put("offload_bytes", jobs["bytes"], *labels)
         table.put("offload_failures", jobs["failed"], *labels)
+        for why, blocks in jobs["not_stored"].items():
+            table.put("not_stored", blocks, jobs["device"], why)
         table.put("offload_device_seconds", jobs["device_seconds"], *labels)
         table.put("offload_queued_seconds", jobs["queued_seconds"], *labels)
         table.put("offload_stalls", jobs["stalls"], *labels)

@@ -156,13 +156,15 @@ class HostPoolMetrics(TypedDict):
 
 
 class HandlerMetrics(TypedDict):
-    """Collected jobs of kvswap.offload's handlers of one device and direction. handlers, unfinished: now."""
+    """Collected jobs of kvswap.offload's handlers of one device and direction. handlers, unfinished: now. not_stored:
+    blocks, by why; "codec": they do not fit their coded size."""
 
     device: str
     direction: str
     handlers: int
     unfinished: int
     failed: int
+    not_stored: dict[str, int]
     bytes: int
     duration: Histogram
     device_seconds: float

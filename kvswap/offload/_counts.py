@@ -18,6 +18,7 @@ class JobCounts:
 
     def __init__(self) -> None:
         self.failed = self.bytes = self.stalls = 0
+        self.not_stored: dict[str, int] = {}  # blocks, by why
         self.device_seconds = self.queued_seconds = 0.0
         self.buckets = [0] * (len(_BOUNDS) + 1)  # of done jobs, by duration
         self.seconds = 0.0
@@ -58,6 +59,12 @@ def stalled(handler: Any) -> None:
         _of_locked(handler).stalls += 1
 
 
+def not_stored(handler: Any, why: str, blocks: int) -> None:
+    with _lock:
+        counts = _of_locked(handler).not_stored
+        counts[why] = counts.get(why, 0) + blocks
+
+
 def job_ended(handler: Any, ok: bool, nbytes: int, duration: float, on_device: float) -> None:
     """duration: seconds from submission until the job was collected."""
     with _lock:
@@ -83,6 +90,7 @@ def rows() -> list[dict[str, Any]]:
                 "handlers": 0,
                 "unfinished": 0,
                 "failed": counts.failed,
+                "not_stored": dict(counts.not_stored),
                 "bytes": counts.bytes,
                 "duration": {"buckets": list(counts.buckets), "sum": counts.seconds},
                 "device_seconds": counts.device_seconds,

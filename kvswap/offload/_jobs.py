@@ -13,6 +13,7 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap._timeouts import seconds
 from kvswap.offload import _counts
+from kvswap.offload._coded import CodedMap, layout_of
 from kvswap.offload._layers import Places, by_parts, places_of, wait_here, waits_of
 from kvswap.offload._layout import (
     SharedMap,
@@ -20,13 +21,13 @@ from kvswap.offload._layout import (
     device_of,
     give_map,
     is_torch,
-    make_layout,
     take_map,
 )
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
 
 if TYPE_CHECKING:
+    from kvswap.codecs import Coding
     from kvswap.typing import DeviceLike
 
 _logger = logger("kvswap.offload")
@@ -35,6 +36,7 @@ _SLICE = 10.0  # seconds between two log lines of a wait
 # Parts of blocks are large copies. `auto` may take bursts for them, whose kernels delay those of a model's graphs for
 # as long as the engine runs (docs/performance.md, "A model's graphs").
 _PATH_OF_PARTS = "dma"
+_WHY = "codec"  # of a block that does not fit its coded size
 _SHORTEST = 1e-9  # seconds: reported for a job too short to be measured
 
 
@@ -50,6 +52,7 @@ class Job:
     next_part: int = 0  # OffloadMap.submit(first=) of the next call
     layered: bool = False  # its transfers can be waited for layer by layer
     places: tuple[int, Places] | None = None  # of its tensors, if layered
+    groups: tuple[list[int], list[int]] | None = None  # sizes and block indices, of a store of coded blocks
 
     def ended(self) -> bool:
         """Whether all its transfers have ended, well or not. Never blocks."""
@@ -69,7 +72,8 @@ class Job:
 class HandlerStats:
     """Counters of a handler.
 
-    jobs, failed, bytes, device_seconds: of collected jobs; bytes of successful ones. queued_seconds: from submission
+    jobs, failed, bytes, device_seconds: of collected jobs; bytes of successful ones. not_stored: blocks that did not
+    fit their coded size. queued_seconds: from submission
     until the end was seen, minus the device's time. paths: number of transfers by path. stalls: how often submitting
     waited because the queue was full. second_attempts: transfers of the whole device that were given to another path
     after the first was refused.
@@ -77,6 +81,7 @@ class HandlerStats:
 
     jobs: int = 0
     failed: int = 0
+    not_stored: int = 0
     unfinished: int = 0
     bytes: int = 0
     device_seconds: float = 0.0
@@ -138,6 +143,8 @@ class SingleDirectionOffloadingHandler:
     remember_failures: a load of a chunk that a failed store was to write fails, until it is stored again. Turn it off
       if other writers use the CPU tensors too.
     path, priority, max_ctas, pace_gbps: as for kvswap.swap_blocks_batch.
+    codings: kvswap.codecs.Coding of each tensor: a block's page_size_bytes are coded on the way, and a block of a CPU
+      tensor has coded_nbytes bytes. Blocks that do not fit are in the TransferResult's not_stored. None: not coded.
 
     Order. A job starts after all work on the compute stream at its submission, after the earlier jobs of its handler,
     and after transfers of any handler of the same tensors on the same blocks. When transfer_async() returns, the whole
@@ -171,6 +178,7 @@ class SingleDirectionOffloadingHandler:
         priority: str | None = None,
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
+        codings: Sequence[Coding] | None = None,
     ) -> None:
         del host_memory_is_pinned  # kvswap asks the driver
         factor = block_size_factor if block_size_factor is not None else blocks_per_chunk
@@ -184,17 +192,10 @@ class SingleDirectionOffloadingHandler:
         device = device_of(gpu_tensors[0]) if device is None else device
         self._device = device if isinstance(device, _C.Device) else _C.Device(device)
         self.layer_parts = checked_parts(layer_parts, gpu_tensors, canonical_layout)
-        self._cut = any(len(ranges) > 1 for ranges in self.layer_parts)
-        layout = make_layout(
-            self._device.name,
-            gpu_tensors,
-            cpu_tensors,
-            int(factor),
-            refs,
-            canonical=canonical_layout,
-            remember_failures=remember_failures,
-            layer_parts=self.layer_parts if self._cut else (),
-        )
+        self._cut = codings is None and any(len(ranges) > 1 for ranges in self.layer_parts)
+        places = self._device.name, gpu_tensors, cpu_tensors, int(factor), refs
+        parts = self.layer_parts if self._cut or codings is not None else ()
+        layout = layout_of(places, codings, canonical_layout, remember_failures, parts)
         self.gpu_to_cpu = bool(gpu_to_cpu)
         self.blocks_per_chunk = int(factor)
         self.kv_cache_groups_data_refs = self.layer_refs_per_group = refs
@@ -220,7 +221,7 @@ class SingleDirectionOffloadingHandler:
         # Last: the map counts its users, and a handler whose constructor failed would not release it.
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
-        self._map: _C.OffloadMap | None = shared.map
+        self._map: _C.OffloadMap | CodedMap | None = shared.map
         self._order = by_parts(shared.map.order, layout.numbers)
         self._places: dict[tuple[bool, ...], tuple[int, Places] | None] = {}  # by groups that have blocks
         _counts.add_handler(self)
@@ -257,6 +258,8 @@ class SingleDirectionOffloadingHandler:
             if layer_events:
                 job.places = self._places_of(groups[0])
             lists = (gpu.block_ids, cpu.block_ids, *groups)
+            if self.gpu_to_cpu and isinstance(self._map, CodedMap):
+                job.groups = list(gpu.group_sizes), list(gpu.block_indices)
             try:
                 with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
                     while not self._submit(self._map, job, lists):
@@ -291,7 +294,7 @@ class SingleDirectionOffloadingHandler:
         with self._lock:
             self._transfers.append(job)
 
-    def _submit(self, target: _C.OffloadMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
+    def _submit(self, target: _C.OffloadMap | CodedMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
         """Submit the rest of a job. False: the queue is full, and the job continues later."""
         compute, options = self._compute(), self._options
         in_parts = job.layered and self._cut and options["path"] == "auto"
@@ -385,6 +388,8 @@ class SingleDirectionOffloadingHandler:
 
     def _collect_locked(self, job: Job) -> TransferResult:
         error, seconds, stats = job.why_failed(), job.seconds(), self._stats
+        dropped = self._not_stored_locked(job, error)
+        error = None if dropped else error
         stats.jobs += 1
         stats.failed += error is not None
         stats.bytes += job.num_bytes if error is None else 0
@@ -396,7 +401,18 @@ class SingleDirectionOffloadingHandler:
             stats.paths[transfer.path] = stats.paths.get(transfer.path, 0) + 1
         if error is not None:
             _logger.error("job %s (%s to %s) failed: %s", job.job_id, *self.transfer_type, error)
-        return TransferResult(job.job_id, error is None, job.num_bytes, seconds, self.transfer_type, error)
+        return TransferResult(job.job_id, error is None, job.num_bytes, seconds, self.transfer_type, error, dropped)
+
+    def _not_stored_locked(self, job: Job, error: BaseException | None) -> dict[int, str]:
+        """Of a store that failed only by blocks that do not fit their coded size: their chunks, and why."""
+        if job.groups is None or error is None or job.error is not None or not isinstance(self._map, CodedMap):
+            return {}
+        if any(type(transfer.error) not in (_C.Error, type(None)) for transfer in job.transfers):
+            return {}
+        count, chunks = self._map.not_stored(job.transfers, *job.groups)
+        self._stats.not_stored += count
+        _counts.not_stored(self, _WHY, count)
+        return dict.fromkeys(sorted(chunks), _WHY)
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> None:
         """Wait until these jobs have ended; get_finished() then returns their results. Unknown jobs are ignored.

@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+
+if TYPE_CHECKING:
+    from kvswap.offload._coded import CodedLayout, CodedMap
 
 _CPU_KINDS = (1, 3)  # DLPack: plain and pinned host memory
 _CUDA_KINDS = (2, 13)  # a GPU's, and managed
@@ -161,6 +164,19 @@ class Layout(NamedTuple):
         """Equal for the same blocks of the same memory."""
         return (*self[:1], self.tensors.tobytes(), self.parts.tobytes(), *self[3:])
 
+    def open(self, device: _C.Device, hold: object) -> _C.OffloadMap:
+        """The map of these blocks. hold: kept until the map is gone and its transfers have ended."""
+        return _C.OffloadMap(
+            device,
+            self.tensors.ravel(),
+            self.parts.ravel(),
+            self.groups,
+            self.chunks,
+            self.factor,
+            hold=hold,
+            remember_failures=self.remember_failures,
+        )
+
 
 def _parts_of(group: int, ref: Any, canonical: bool, gpu: Blocks, cpu_page: int) -> list[tuple[int, ...]]:
     """Rows for kvswap._C.OffloadMap: what one layer moves of each block."""
@@ -274,21 +290,12 @@ def make_layout(
 
 
 class SharedMap:
-    """An OffloadMap shared by all handlers of the same blocks, which orders their transfers."""
+    """A map shared by all handlers of the same blocks, which orders their transfers."""
 
-    def __init__(self, layout: Layout, device: _C.Device, hold: object) -> None:
+    def __init__(self, layout: Layout | CodedLayout, device: _C.Device, hold: object) -> None:
         self.key = layout.key()
         self.device = device
-        self.map = _C.OffloadMap(
-            self.device,
-            layout.tensors.ravel(),
-            layout.parts.ravel(),
-            layout.groups,
-            layout.chunks,
-            layout.factor,
-            hold=hold,
-            remember_failures=layout.remember_failures,
-        )
+        self.map: _C.OffloadMap | CodedMap = layout.open(device, hold)
         self.users = 0  # guarded by _maps_lock
         self.regions: list[Any] = []  # cleaned up after the last user has released the map
 
@@ -297,7 +304,7 @@ _maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakVal
 _maps_lock = threading.Lock()
 
 
-def take_map(layout: Layout, device: _C.Device, hold: object, region: Any) -> SharedMap:
+def take_map(layout: Layout | CodedLayout, device: _C.Device, hold: object, region: Any) -> SharedMap:
     """The map of these blocks: an existing one, or a new one. give_map() releases it."""
     with _maps_lock:
         found = _maps.get(layout.key())

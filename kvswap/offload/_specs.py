@@ -4,7 +4,7 @@ for use without vLLM. Objects with the same attributes work too."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -131,7 +131,9 @@ class CanonicalKVCaches:
 class TransferResult:
     """The outcome of a job. transfer_size: bytes. transfer_time: seconds on the device, positive.
 
-    transfer_type: ("GPU", "CPU") or ("CPU", "GPU"). error: the reason if success is False.
+    transfer_type: ("GPU", "CPU") or ("CPU", "GPU"). error: the reason if success is False. not_stored: of a store of
+    coded blocks: the positions, in the job's list of chunks, of those of which a block does not fit its coded size,
+    and the reason. These are not stored; all others are.
     """
 
     job_id: int
@@ -140,3 +142,4 @@ class TransferResult:
     transfer_time: float | None = None
     transfer_type: tuple[str, str] | None = None
     error: BaseException | None = None
+    not_stored: dict[int, str] = field(default_factory=dict)
