@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -31,8 +31,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
-from kvswap.vllm import _block_first, _finished, _windows
-from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
+from kvswap.vllm import _block_first, _codec, _finished, _windows
+from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_back, overlap_of
 
 if TYPE_CHECKING:
     from kvswap.vllm._ahead import Ahead
@@ -42,29 +42,38 @@ if TYPE_CHECKING:
 
 _logger = logger("kvswap.vllm")
 
+NotStored: TypeAlias = dict[int, dict[int, str]]  # job -> position of a chunk -> why
 _STILL = 3  # after so many steps that ran nothing, requests whose blocks are loaded come first in each second step
 
 
 @dataclass
 class KVSwapWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
     """vLLM's metadata from a worker to the scheduler, plus the failed stores, and the failed loads whose requests were
-    computed in the same step; each with its reason."""
+    computed in the same step; each with its reason. not_stored: by store, the positions of the chunks that its codec
+    could not store, and why."""
 
     failed_stores: dict[int, str] = field(default_factory=dict)
     failed_sync_loads: dict[int, str] = field(default_factory=dict)
+    not_stored: NotStored = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
         """Merge the metadata of two workers: a failure on one worker is a failure."""
         stores = {**self.failed_stores, **getattr(other, "failed_stores", {})}
         loads = {**self.failed_sync_loads, **getattr(other, "failed_sync_loads", {})}
-        return _with_failures(super().aggregate(other), stores, loads)
+        not_stored = _joined(self.not_stored, getattr(other, "not_stored", {}))
+        return _with_failures(super().aggregate(other), stores, loads, not_stored)
+
+
+def _joined(one: NotStored, other: NotStored) -> NotStored:
+    """What one worker could not store, none has."""
+    return {job: {**one.get(job, {}), **other.get(job, {})} for job in {**one, **other}}
 
 
 def _with_failures(
-    meta: OffloadingWorkerMetadata, stores: dict[int, str], sync_loads: dict[int, str]
+    meta: OffloadingWorkerMetadata, stores: dict[int, str], sync_loads: dict[int, str], not_stored: NotStored
 ) -> KVSwapWorkerMetadata:
     own = {f.name: getattr(meta, f.name) for f in fields(OffloadingWorkerMetadata)}
-    return KVSwapWorkerMetadata(**own, failed_stores=stores, failed_sync_loads=sync_loads)
+    return KVSwapWorkerMetadata(**own, failed_stores=stores, failed_sync_loads=sync_loads, not_stored=not_stored)
 
 
 @dataclass
@@ -88,6 +97,7 @@ class _Watch:
         self._loads: dict[int, Any] = {}  # job -> GPU blocks
         self._refused: list[_Failure] = []  # jobs that could not be submitted
         self.failures: list[_Failure] = []  # not reported yet
+        self.not_stored: NotStored = {}  # not reported yet
         self.distrusted: dict[int, str] = {}  # loads that count as failed, and why
         self.steps_own: StepLoads | None = None
         self.ahead: Ahead | None = None
@@ -140,6 +150,8 @@ class _Watch:
             why = self.distrusted.pop(result.job_id, None)
             if result.success and why is None:
                 ended.append(result)
+                if getattr(result, "not_stored", None):
+                    self.not_stored[result.job_id] = result.not_stored
             else:
                 error = str(why if result.success else getattr(result, "error", None))
                 refused.append(_Failure(result.job_id, error, blocks))
@@ -243,7 +255,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             extra_config.setdefault("sync_load_budget_bytes", settings.budget)
         elif reason is not None and role == KVConnectorRole.SCHEDULER:
             _logger.warning("kvswap_overlap: %s (vLLM %s). Loads stay asynchronous", reason, vllm.__version__)
-        super().__init__(vllm_config, role, kv_cache_config)
+        with _codec.planned(extra_config, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
         # Loads in their request's step may be vLLM's own too (0.33). _failures.py handles those that fail.
         self.has_sync_loads = self._overlaps or (settings.budget > 0 and _has_own_sync_loads())
@@ -260,6 +273,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
         self._failed_sync_loads: dict[int, str] = {}  # worker: not reported yet
+        self._prepared: dict[int, tuple[Any, list[Any]]] = {}  # scheduler: a store's chunks by id(), and their keys
+        self._orders: dict[int, list[Any]] = {}  # scheduler: keys of unfinished stores in the order of their chunks
+        self._not_stored: NotStored = {}  # scheduler: of unfinished stores
         self._looked_up: set[str] = set()  # scheduler: requests that have not finished
         self._given_up: set[str] = set()  # scheduler: those of which a load failed
         self._loaded: set[str] = set()  # scheduler: those whose load was reported, and that no step has had since
@@ -268,7 +284,13 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
+            # vLLM's tiering counts the calls of a request: those that keep a part of a job from its primary tier do not
+            # go through it.
+            self._drop_chunks = getattr(manager, "primary_tier", manager).complete_store
             manager.complete_store = self._complete_store_truly
+            if codec_of(extra_config) is not None:
+                self._prepare_store = manager.prepare_store
+                manager.prepare_store = self._prepare_store_in_order
             self._say_how_blocks_lie(vllm_config, kv_cache_config)
             _finished.install(self.connector_scheduler)
             _windows.install(self.connector_scheduler, kv_cache_config)
@@ -529,7 +551,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             return meta
         stores, self._failed_stores = self._failed_stores, {}
         loads, self._failed_sync_loads = self._failed_sync_loads, {}
-        return _with_failures(meta, stores, loads)
+        watch = self._watch
+        not_stored: NotStored = {}
+        if watch is not None:
+            not_stored, watch.not_stored = watch.not_stored, {}
+        return _with_failures(meta, stores, loads, not_stored)
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
@@ -571,6 +597,12 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
         build = super().build_connector_meta
         meta = build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
+        if self._prepared:
+            for job_id, job in meta.store_jobs.items():
+                spec, keys = self._prepared.get(id(job.dst_spec), (None, []))
+                if spec is job.dst_spec:
+                    self._orders[job_id] = keys
+            self._prepared.clear()
         outcomes = self._outcomes
         if outcomes is not None and (outcomes.loads or meta.load_jobs):
             outcomes.planned(meta.load_jobs, scheduler_output.num_scheduled_tokens)
@@ -621,6 +653,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         jobs = self.connector_scheduler._jobs
         if meta is not None:
             self._failed_stores.update(getattr(meta, "failed_stores", {}))
+            self._not_stored = _joined(self._not_stored, getattr(meta, "not_stored", {}))
             for load, why in getattr(meta, "failed_sync_loads", {}).items():
                 computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
@@ -634,16 +667,39 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if self._failed_stores:
             jobs = self.connector_scheduler._jobs
             self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}
+        if self._orders or self._not_stored:
+            jobs = self.connector_scheduler._jobs
+            self._orders = {job: keys for job, keys in self._orders.items() if job in jobs}
+            self._not_stored = {job: chunks for job, chunks in self._not_stored.items() if job in jobs}
 
-    def _failed_keys(self) -> Iterable[tuple[int, Any]]:
-        jobs = self.connector_scheduler._jobs
-        return ((job_id, jobs[job_id].keys) for job_id in self._failed_stores if job_id in jobs)
+    def _keys_of(self, jobs: Iterable[int]) -> Iterable[tuple[int, Any]]:
+        unfinished = self.connector_scheduler._jobs
+        return ((job_id, unfinished[job_id].keys) for job_id in jobs if job_id in unfinished)
+
+    def _prepare_store_in_order(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, which gives the chunks in the order of the keys that it takes, and then forgets their order."""
+        output = self._prepare_store(keys, *args, **kwargs)
+        if output is not None and output.keys_to_store:
+            self._prepared[id(output.store_spec)] = output.store_spec, list(output.keys_to_store)
+        return output
 
     def _complete_store_truly(self, keys: Any, req_context: Any, success: bool = True) -> Any:
-        for job_id, failed in self._failed_keys():
+        for job_id, failed in self._keys_of(self._failed_stores):
             if failed is keys:
                 _logger.error(
                     "store %d failed, its %d blocks are dropped: %s", job_id, len(keys), self._failed_stores[job_id]
                 )
                 success = False
-        return self._complete_store(keys, req_context, success)
+        dropped = self._dropped_of(keys) if success else set()
+        if not dropped:
+            return self._complete_store(keys, req_context, success)
+        self._drop_chunks(dropped, req_context, False)
+        return self._complete_store(keys - dropped, req_context, success)
+
+    def _dropped_of(self, keys: Any) -> set[Any]:
+        """The keys of a job that a worker's codec could not store; all, where their order is not known."""
+        for job_id, of_job in self._keys_of(self._not_stored):
+            if of_job is keys:
+                order = self._orders.get(job_id)
+                return set(keys) if order is None else {order[position] for position in self._not_stored[job_id]}
+        return set()

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from kvswap import _C, _options
 from kvswap._log import logger
+from kvswap.codecs import CODECS
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 from kvswap.offload._layout import share_tensors
 from kvswap.typing import Path
@@ -33,6 +34,7 @@ _OPTIONS = (
     _options.number(_WAIT, "a number of seconds above 0", lambda limit: 0 < limit <= threading.TIMEOUT_MAX, None),
     _options.count("kvswap_metrics_port", 1, 65535, None),
     _options.flag("kvswap_fallback", False),
+    _options.choice("kvswap_codec", CODECS, None),
     _options.flag("kvswap_block_first", True),
     _options.flag("kvswap_overlap", False),
     _options.number("kvswap_overlap_shared_ms", "a number of milliseconds, 0 or more", lambda ms: ms >= 0, _SHARED_MS),
@@ -62,6 +64,12 @@ def port_of(extra_config: Mapping[str, Any]) -> int | None:
 def falls_back(extra_config: Mapping[str, Any]) -> bool:
     """kvswap_fallback: whether the engine goes on with vLLM's own transfers where kvswap's cannot be used."""
     return bool(_read(extra_config)["kvswap_fallback"])
+
+
+def codec_of(extra_config: Mapping[str, Any]) -> str | None:
+    """kvswap_codec: the codec of blocks in host memory."""
+    codec: str | None = _read(extra_config)["kvswap_codec"]
+    return codec
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:
@@ -165,7 +173,7 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
         self._logged_jobs = stats.jobs
         speed = stats.bytes / stats.device_seconds / 1e9 if stats.device_seconds else 0.0
         _logger.info(
-            "%s -> %s: %d jobs, %d failed, %d unfinished, %.3f GB at %.1f GB/s, queued %.3f s in all, paths %s",
+            "%s -> %s: %d jobs, %d failed, %d unfinished, %.3f GB at %.1f GB/s, queued %.3f s in all, paths %s%s",
             *self.transfer_type,
             stats.jobs,
             stats.failed,
@@ -174,4 +182,5 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
             speed,
             stats.queued_seconds,
             stats.paths,
+            f", {stats.not_stored} blocks did not fit their coded size" if stats.not_stored else "",
         )

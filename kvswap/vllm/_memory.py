@@ -2,12 +2,16 @@
 
 A worker with a shared region takes its tensors from the region; otherwise it allocates them one by one. Here it gets a
 region that is one of kvswap's slabs. vLLM: vllm/v1/kv_offload/cpu/shared_offload_region.py and cpu/gpu_worker.py.
+
+The worker asks for each tensor's bytes as they are on the GPU. Of coded blocks it gets those of the coded size.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvswap import _C
@@ -61,7 +65,42 @@ def why_not(worker: Any) -> str | None:
     return None
 
 
-def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
+_VIEWS = ("create_next_worker_view", "create_next_view")  # from 0.30 on, and before
+
+
+def give_coded_views(region: Any, coded: Sequence[int], factor: int) -> None:
+    """A worker's cell of vLLM's region has the blocks of a chunk, each with the coded bytes of all tensors. coded: of
+    each tensor, in the order in which the worker asks for them."""
+    name = next(name for name in _VIEWS if hasattr(region, name))
+    whole = getattr(region, name)(region._worker_area_end - region._worker_offset)
+    blocks = whole.reshape(len(whole), factor, -1)
+    if sum(coded) > blocks.shape[-1]:
+        raise ValueError(f"a block has {sum(coded)} coded bytes, and a cell of the region {blocks.shape[-1]} for it")
+    ends = list(accumulate(coded))
+    views = deque(blocks[..., end - nbytes : end] for end, nbytes in zip(ends, coded, strict=True))
+
+    def create_next_view(nbytes: int) -> Any:
+        del nbytes
+        view = views.popleft()  # a region whose views are held cannot be unmapped
+        return view[:, 0] if factor == 1 else view
+
+    setattr(region, name, create_next_view)
+
+
+def _register(region: Any, device: _C.Device) -> None:
+    """On a host device, where vLLM does not pin the region: codecs have to know which side is the host's."""
+    ptr, cleanup = region._base.data_ptr(), region.cleanup
+    device.register(ptr, region._base.nbytes)
+
+    def unregister() -> None:
+        if vars(region).pop("cleanup", None) is not None:
+            device.unregister(ptr)
+        cleanup()
+
+    region.cleanup = unregister
+
+
+def _slab_for(arguments: dict[str, Any], coded: Sequence[int] | None) -> SlabRegion | None:
     """A region for the worker; None if the worker has one, or allocates nothing."""
     caches = arguments["kv_caches"]
     factor = arguments["blocks_per_chunk"]
@@ -74,10 +113,12 @@ def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
     ):
         return None
     first = caches.tensors[0].tensor
-    pages = [entry.page_size_bytes for entry in caches.tensors]
+    pages = [entry.page_size_bytes for entry in caches.tensors] if coded is None else coded
     try:
         slab = Slab(_C.Device(device_of(first)), pages, caches.group_data_refs, chunks, factor)
     except MemoryError as error:
+        if coded is not None:
+            raise
         _logger.warning("host memory is left to vLLM, a tensor at a time: %s", error)
         return None
     _logger.info(
@@ -87,13 +128,21 @@ def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
     return SlabRegion(slab, is_torch(first))
 
 
-def allocating(init: Callable[..., None], made: Callable[[SlabRegion], None]) -> Callable[..., None]:
-    """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region."""
+def allocating(
+    init: Callable[..., None], made: Callable[[SlabRegion], None], coded: Sequence[int] | None = None
+) -> Callable[..., None]:
+    """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region. coded: bytes of a
+    coded block of each tensor; None: blocks are not coded."""
     signature = inspect.signature(init)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
-        region = _slab_for(call.arguments)
+        if coded is not None and call.arguments.get("mmap_region") is not None:
+            device = _C.Device(device_of(call.arguments["kv_caches"].tensors[0].tensor))
+            if device.kind == "host":
+                _register(call.arguments["mmap_region"], device)
+            give_coded_views(call.arguments["mmap_region"], coded, call.arguments["blocks_per_chunk"])
+        region = _slab_for(call.arguments, coded)
         if region is not None:
             call.arguments["mmap_region"] = region
             made(region)

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 import kvswap
 from kvswap._log import logger
 from kvswap.offload._layout import device_of
+from kvswap.vllm._codec import Plan, shrink, take_plan
 from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
@@ -69,17 +70,19 @@ def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
     return pin_whole
 
 
-def _leave(reason: str) -> None:
+def _leave(spec: KVSwapTransfers, reason: str) -> None:
+    if spec.plan is not None:
+        raise kvswap.Error(f"kvswap_codec: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     versions = (vllm.__version__, kvswap.__version__, reason)
     _logger.warning("vLLM %s with kvswap %s: %s. vLLM's own transfers stay", *versions)
 
 
 @contextmanager
-def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
+def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[None]:
     """While vLLM builds a worker."""
     reason = why_not()
     if reason is not None:
-        _leave(reason)
+        _leave(spec, reason)
         yield
         return
     options: dict[str, Any] = {
@@ -87,6 +90,10 @@ def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
         "remember_failures": spec.remember_failures,
         "layers": spec.layers,
     }
+    coded: list[int] | None = None
+    if spec.plan is not None:
+        options["codings"] = spec.plan.codings(kv_caches)
+        coded = [coding.coded_nbytes for coding in options["codings"]]
     port = port_of(spec.extra_config)
     if port is not None:
         serve(port, number_of(spec))
@@ -102,7 +109,7 @@ def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
         except (TypeError, ValueError, IndexError) as error:
             if made:
                 raise
-            _leave(f"its cache has a shape that is not known: {error}")
+            _leave(spec, f"its cache has a shape that is not known: {error}")
         if regions:
             kwargs["cpu_tensors"] = regions[-1].rows()
         made.append(theirs(*args, **kwargs))
@@ -110,6 +117,8 @@ def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
 
     worker = worker_class(gpu_worker)
     reason = why_not_block_first(worker)
+    if reason is not None and spec.plan is not None:
+        _leave(spec, reason)
     if reason is not None:
         _logger.warning(
             "vLLM %s with kvswap %s: %s. Its host memory stays as vLLM allocates it, a tensor at a time",
@@ -122,7 +131,7 @@ def _ours_in_place(spec: KVSwapTransfers) -> Iterator[None]:
             gpu_worker.pin_mmap_region = _whole(pin)
         init = None if reason else worker.__init__
         if init is not None:
-            worker.__init__ = allocating(init, regions.append)
+            worker.__init__ = allocating(init, regions.append, coded)
         try:
             yield
         finally:
@@ -156,21 +165,27 @@ class KVSwapTransfers:
 
     kv_connector_extra_config, besides vLLM's own: kvswap_path, kvswap_priority, kvswap_max_ctas, kvswap_pace_gbps (as
     kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit), kvswap_metrics_port
-    (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines).
+    (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines),
+    kvswap_codec (None; under KVSwapConnector: one of kvswap.codecs.CODECS, for the blocks in host memory).
     """
 
     remember_failures = True
     layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
+    plan: Plan | None  # of coded blocks
     extra_config: dict[str, Any]
+    BLOCK_SIZE_ALIGNMENT: int
     _worker: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Any) -> None:
+        self.plan = take_plan(config.extra_config)
+        if self.plan is not None:
+            config = shrink(config, self.plan, self.BLOCK_SIZE_ALIGNMENT)
+        super().__init__(config)  # type: ignore[call-arg]
         _refuse_less_than_a_chunk(self)
 
     def create_worker(self, kv_caches: Any) -> Any:
         """As vLLM's, with kvswap's handlers."""
-        with _ours_in_place(self):
+        with _ours_in_place(self, kv_caches):
             return super().create_worker(kv_caches)  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> Any:

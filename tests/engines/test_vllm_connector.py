@@ -483,3 +483,102 @@ def test_the_log_says_how_blocks_lie(
         config.use_v2_model_runner, blocks.kv_cache_layout = True, "BLHNC"
         say(None, config, cache)
         assert "kvswap_block_first" not in caplog.text
+
+
+# -- chunks that a codec does not store --------------------------------------------------------------------------------
+
+
+def test_a_worker_reports_chunks_that_are_not_stored(connector: Any) -> None:
+    """The job has ended well; its chunks are reported once, beside its end."""
+    made = connector()
+    result = TransferResult(7, True, 100, 0.1, not_stored={1: "codec", 4: "codec"})
+    made._watch._worker.get_finished = lambda: [result]
+    assert made._watch.get_finished() == [result] and not made._watch.failures
+    kind = sys.modules[type(made).__module__]
+    OffloadingConnector.build_connector_worker_meta = lambda _: OffloadingWorkerMetadata()
+    try:
+        meta = made.build_connector_worker_meta()
+        assert isinstance(meta, kind.KVSwapWorkerMetadata) and meta.not_stored == {7: {1: "codec", 4: "codec"}}
+        assert made.build_connector_worker_meta().not_stored == {}
+    finally:
+        del OffloadingConnector.build_connector_worker_meta
+
+
+def test_the_reports_of_ranks_are_joined(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = sys.modules[type(connector()).__module__]
+    monkeypatch.setattr(OffloadingWorkerMetadata, "aggregate", lambda self, _: self, raising=False)
+    one = kind.KVSwapWorkerMetadata(not_stored={1: {0: "codec"}, 2: {3: "codec"}})
+    other = kind.KVSwapWorkerMetadata(not_stored={1: {5: "codec"}, 4: {0: "codec"}})
+    joined = one.aggregate(other).aggregate(OffloadingWorkerMetadata())
+    assert joined.not_stored == {1: {0: "codec", 5: "codec"}, 2: {3: "codec"}, 4: {0: "codec"}}
+
+
+class Stores:
+    """A scheduler's side with a manager, as vLLM's: a job forgets the order of its keys, and ends when each of two
+    ranks has reported it."""
+
+    def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.completed, self.counted = made, [], []
+        self.meta = SimpleNamespace(store_jobs={}, load_jobs={})
+        self.jobs: dict[int, Any] = {}
+        made.connector_scheduler = SimpleNamespace(_jobs=self.jobs)
+        made._prepare_store = lambda keys: SimpleNamespace(keys_to_store=keys, store_spec=object()) if keys else None
+        made._complete_store = lambda keys, context, success: self.counted.append(1) or self.primary(keys, success)
+        made._drop_chunks = lambda keys, context, success: self.primary(keys, success)
+        monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda *_: self.meta)
+        monkeypatch.setattr(OffloadingConnector, "update_connector_output", lambda _, output: self.ended(output))
+
+    def primary(self, keys: Any, success: bool) -> None:
+        self.completed.append((sorted(keys), success))
+
+    def plan(self, jobs: dict[int, str]) -> None:
+        """A step with these stores, a letter a key."""
+        for job, keys in jobs.items():
+            output = self.made._prepare_store_in_order(list(keys))
+            self.jobs[job] = SimpleNamespace(keys=set(keys), left=2)
+            self.meta.store_jobs[job] = SimpleNamespace(dst_spec=output.store_spec)
+        self.made.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
+
+    def ended(self, output: Any) -> None:
+        for job, count in output.kv_connector_worker_meta.completed.items():
+            self.jobs[job].left -= count
+            if not self.jobs[job].left:
+                self.made._complete_store_truly(self.jobs[job].keys, None)
+                del self.jobs[job]
+
+    def report(self, completed: dict[int, int], not_stored: Any = None, failed: Any = None) -> list[Any]:
+        """The report of a step; what the manager hears."""
+        self.completed.clear()
+        meta = SimpleNamespace(completed=completed, not_stored=not_stored or {}, failed_stores=failed or {})
+        output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None)
+        self.made.update_connector_output(output)
+        return list(self.completed)
+
+
+def test_a_part_of_a_job_is_stored(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the chunks that some rank could not store, by their order; all others hit. vLLM counts one call a job."""
+    stores = Stores(connector(), monkeypatch)
+    stores.plan({1: "dacb", 2: "xyz", 3: "pq"})
+    assert stores.report({1: 1}, {1: {2: "codec"}}) == []  # of one rank
+    assert stores.report({1: 1, 2: 2}, {1: {0: "codec"}}) == [
+        (["c", "d"], False),
+        (["a", "b"], True),
+        (["x", "y", "z"], True),
+    ]
+    assert stores.report({3: 2}, {3: {0: "codec", 1: "codec"}}) == [(["p", "q"], False), ([], True)]
+    assert len(stores.counted) == 3
+    assert not stores.made._orders and not stores.made._not_stored
+
+
+def test_a_job_whose_order_is_not_known_is_dropped(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = Stores(connector(), monkeypatch)
+    stores.plan({1: "ab"})
+    stores.made._orders.clear()
+    assert stores.report({1: 2}, {1: {0: "codec"}}) == [(["a", "b"], False), ([], True)]
+
+
+def test_a_job_that_failed_is_dropped_whole(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = Stores(connector(), monkeypatch)
+    stores.plan({1: "ab"})
+    assert stores.report({1: 1}, {1: {0: "codec"}}) == []
+    assert stores.report({1: 1}, failed={1: "the device is lost"}) == [(["a", "b"], False)]

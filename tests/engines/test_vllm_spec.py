@@ -114,9 +114,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     class CPUOffloadingSpec:
         region: Any = None
 
-        def __init__(self, factor: int, chunks: int, **more: Any) -> None:
-            self.factor, self.chunks, self.extra_config = factor, chunks, {}
-            vars(self).update(more)
+        def __init__(self, config: Any) -> None:
+            self.config, self.extra_config = config, config.extra_config
+            self.factor, self.chunks = config.factor, config.chunks
+            vars(self).update(config.more)
 
         def create_worker(self, kv_caches: Any) -> Any:
             return gpu_worker.CPUOffloadingWorker(
@@ -128,7 +129,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     spec.CPUOffloadingSpec = CPUOffloadingSpec
     monkeypatch.delitem(sys.modules, "kvswap.vllm._spec", raising=False)
-    yield SimpleNamespace(spec=importlib.import_module("kvswap.vllm._spec"), gpu_worker=gpu_worker, pinned=pinned)
+    ours = importlib.import_module("kvswap.vllm._spec")
+
+    def make(factor: int, chunks: int, extra_config: Any = None, **more: Any) -> Any:
+        """A spec. more: its attributes."""
+        config = {"extra_config": extra_config or {}, "factor": factor, "chunks": chunks, "more": more}
+        return ours.KVSwapOffloadingSpec(SimpleNamespace(**config))
+
+    yield SimpleNamespace(spec=ours, make=make, gpu_worker=gpu_worker, pinned=pinned)
     sys.modules.pop("kvswap.vllm._spec", None)
 
 
@@ -146,7 +154,7 @@ def test_a_worker_without_a_region_has_its_chunks_in_one_piece(
 ) -> None:
     caches, chunks = caches_of(pages), [5, 2, 7]
     init = vllm.gpu_worker.CPUOffloadingWorker.__init__
-    worker = vllm.spec.KVSwapOffloadingSpec(factor, 9).create_worker(caches)
+    worker = vllm.make(factor, 9).create_worker(caches)
     assert vllm.gpu_worker.CPUOffloadingWorker.__init__ is init and vllm.pinned == []
     store, load = worker.handlers
     assert isinstance(store, VLLMHandler)
@@ -194,7 +202,7 @@ def test_a_failed_job_raises_and_the_others_are_collected_afterwards() -> None:
 
 
 def test_a_regions_rows_are_used_as_they_are(vllm: SimpleNamespace) -> None:
-    spec = vllm.spec.KVSwapOffloadingSpec(2, 9)
+    spec = vllm.make(2, 9)
     spec.region = Region(9, 2 * 1024 + 100)
     worker = spec.create_worker(caches_of([512, 512]))
     assert vllm.pinned == [spec.region]
@@ -213,7 +221,7 @@ def test_a_worker_that_is_not_known_allocates_by_itself(
 
     vllm.gpu_worker.CPUOffloadingWorker = CPUOffloadingWorker
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
-        worker = vllm.spec.KVSwapOffloadingSpec(2, 9).create_worker(caches_of([512, 512]))
+        worker = vllm.make(2, 9).create_worker(caches_of([512, 512]))
     assert "its CPUOffloadingWorker takes numa" in caplog.text
     assert isinstance(worker.handlers[0], VLLMHandler) and worker.handlers[0].dst_tensors[0].flags.c_contiguous
 
@@ -223,7 +231,7 @@ def test_where_a_pool_does_not_fit_vllm_allocates(
 ) -> None:
     monkeypatch.setenv("KVSWAP_RESERVE", str(1 << 50))
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
-        worker = vllm.spec.KVSwapOffloadingSpec(2, 9).create_worker(caches_of([512, 512]))
+        worker = vllm.make(2, 9).create_worker(caches_of([512, 512]))
     assert "host memory is left to vLLM" in caplog.text
     assert isinstance(worker.handlers[0], VLLMHandler) and worker.handlers[0].dst_tensors[0].flags.c_contiguous
 
@@ -234,7 +242,7 @@ def test_vllms_own_handlers_get_rows_of_the_same_memory(
     caches = caches_of([512, 256])
     caches.group_data_refs[0][1].page_size_bytes = 0  # kvswap's handlers refuse it
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
-        worker = vllm.spec.KVSwapOffloadingSpec(4, 9).create_worker(caches)
+        worker = vllm.make(4, 9).create_worker(caches)
     assert "vLLM's own transfers stay" in caplog.text
     assert all(isinstance(handler, TheirHandler) for handler in worker.handlers)
     first, second = worker.handlers[0].cpu_tensors
@@ -244,7 +252,7 @@ def test_vllms_own_handlers_get_rows_of_the_same_memory(
 
 
 def test_a_cache_of_no_chunks_is_vllms_business(vllm: SimpleNamespace) -> None:
-    worker = vllm.spec.KVSwapOffloadingSpec(2, 0).create_worker(caches_of([512]))
+    worker = vllm.make(2, 0).create_worker(caches_of([512]))
     assert all(isinstance(handler, TheirHandler) for handler in worker.handlers)
 
 
@@ -253,7 +261,7 @@ def test_a_data_parallel_engine_has_ports_of_its_own(vllm: SimpleNamespace, monk
     monkeypatch.setattr(vllm.spec, "serve", lambda port, rank: served.append((port, rank)))
     for index in (0, 1):
         parallel = SimpleNamespace(data_parallel_index=index, world_size=2)
-        spec = vllm.spec.KVSwapOffloadingSpec(2, 9, config=SimpleNamespace(parallel=parallel))
+        spec = vllm.make(2, 9, config=SimpleNamespace(parallel=parallel))
         spec.extra_config["kvswap_metrics_port"] = 9400
         spec.create_worker(caches_of([512]))
     assert served == [(9400, 0), (9400, 2)]
@@ -271,7 +279,7 @@ def test_host_memory_of_less_than_a_chunk_is_refused(vllm: SimpleNamespace, rele
 
     def make(nbytes: int, chunks: int) -> Any:
         more = dict(zip(SIZES[release], (nbytes, chunks, 8), strict=True))
-        return vllm.spec.KVSwapOffloadingSpec(8, chunks, extra_config={"cpu_bytes_to_use": 1000}, **more)
+        return vllm.make(8, chunks, extra_config={"cpu_bytes_to_use": 1000}, **more)
 
     said = r"is 1000, less than one chunk: 8 GPU block.* 4096 bytes .* Set cpu_bytes_to_use .* to 4096 or more"
     with pytest.raises(ValueError, match=said):

@@ -39,6 +39,7 @@ from collections import Counter
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -62,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overlap", action="store_true", help="kvswap_overlap: layers are read behind their load")
     parser.add_argument("--shared-ms", type=float, default=1.0, help="kvswap_overlap_shared_ms")
     parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
+    parser.add_argument("--codec", choices=["exact"], help="kvswap_codec, for a cache of bfloat16; no faults")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():
@@ -100,6 +102,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parent))
 
 import vllm
+import vllm_codec
 import vllm_overlap
 import vllm_windows
 from prometheus_client import REGISTRY
@@ -112,6 +115,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -131,7 +135,14 @@ class Engine:
         self.config = make_config(OPTIONS, folder, engine_id, 0)
         cache = make_cache(OPTIONS, self.config)
         self.config.cache_config.num_gpu_blocks = cache.num_blocks
-        with set_current_vllm_config(self.config):
+        specs: list[Any] = []
+        create = OffloadingSpecFactory.create_spec
+        with (
+            set_current_vllm_config(self.config),
+            mock.patch.object(
+                OffloadingSpecFactory, "create_spec", lambda *args: specs.append(create(*args)) or specs[-1]
+            ),
+        ):
             self.scheduler = (AsyncScheduler if OPTIONS.async_scheduling else Scheduler)(
                 vllm_config=self.config,
                 kv_cache_config=cache,
@@ -142,6 +153,7 @@ class Engine:
                 ),
                 log_stats=True,
             )
+        self.spec = specs[0] if specs else None  # the scheduler's
         self.workers = Workers(OPTIONS, folder, engine_id)
         self.aggregator = KVOutputAggregator(OPTIONS.ranks)
         self.region = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
@@ -333,7 +345,9 @@ def scenario(engine: Engine) -> None:
     say(f"four requests at once: {loaded} tokens from the host")
     if not (OPTIONS.stock or OPTIONS.simple):
         assert engine.outcomes() == {"used": engine.loaded}, (engine.outcomes(), engine.loaded)
-    if OPTIONS.overlap:
+    if OPTIONS.codec:
+        vllm_codec.scenario(engine, OPTIONS, say, prompt)
+    elif OPTIONS.overlap:
         vllm_overlap.scenario(engine, OPTIONS, say, prompt)
     elif OPTIONS.sync_loads:
         faults_beside_the_model(engine)
@@ -644,7 +658,10 @@ def main() -> int:
         assert first["handlers"], "vLLM's own handlers are in use"
         say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))
         if not OPTIONS.simple:  # which allocates a tensor a layer
-            assert first["runs"] == 1, f"a chunk is {first['runs']} runs on the host"
+            padded = OPTIONS.codec and OPTIONS.ranks > 1  # behind each block, to a page of all blocks of a chunk
+            assert first["runs"] == (OPTIONS.blocks_per_chunk if padded else 1), (
+                f"a chunk is {first['runs']} runs on the host"
+            )
             say(f"a chunk of all layers, {first['tensors']} tensors, is one run on the host")
         scenario(engine)
         if not (OPTIONS.stock or OPTIONS.simple):
@@ -661,7 +678,7 @@ def main() -> int:
             dropped_copy(Engine(Path(folder)), kvswap.Device(first["device"]))
         elif OPTIONS.hybrid and not (OPTIONS.overlap or OPTIONS.async_scheduling):
             vllm_windows.scenario(lambda: Engine(Path(folder)), OPTIONS, say, prompt)
-        if OPTIONS.overlap and OPTIONS.block_first and OPTIONS.ranks == 1:
+        if OPTIONS.overlap and OPTIONS.block_first and OPTIONS.ranks == 1 and not OPTIONS.codec:
             vllm_overlap.left_out_of_a_part(Engine(Path(folder)), OPTIONS, say, prompt)
         say(f"{jobs} jobs by {paths}, {checked} blocks of layers checked: all right")
     return 0

@@ -67,7 +67,7 @@ from kvswap.vllm._handler import VLLMHandler
 TOKENS = 16  # of a block
 HEADS, HEAD_SIZE = 2, 32  # of a rank
 LATENT = 2 * HEADS * HEAD_SIZE  # of MLA, in place of K and V
-PAGE = TOKENS * LATENT * 2  # float16
+PAGE = TOKENS * LATENT * 2  # float16, or bfloat16
 DEFERS = "has_sync_kv_loads" in getattr(SchedulerOutput, "__dataclass_fields__", {})  # loads of no request of the step
 
 
@@ -77,7 +77,16 @@ def made(cls: Any, **values: Any) -> Any:
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
-def model_folder(folder: Path, layers: int) -> str:
+def longest_of(options: argparse.Namespace) -> int:
+    """Tokens of a request."""
+    return 16 << 10 if options.codec else 4096
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    return "bfloat16" if options.codec else "float16"
+
+
+def model_folder(folder: Path, layers: int, dtype: str) -> str:
     """A configuration, and no weights: no model is loaded."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -89,9 +98,9 @@ def model_folder(folder: Path, layers: int) -> str:
         "head_dim": HEAD_SIZE,
         "num_hidden_layers": layers,
         "vocab_size": 1000,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 16 << 10,
         "rms_norm_eps": 1e-6,
-        "torch_dtype": "float16",
+        "torch_dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
@@ -141,6 +150,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra |= {"kvswap_overlap": True, "kvswap_overlap_shared_ms": options.shared_ms}
     if options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
+    if options.codec:
+        extra["kvswap_codec"] = options.codec
     if options.simple:
         extra = {"cpu_bytes_to_use": 64 << 20}
     transfer = KVTransferConfig(
@@ -151,16 +162,16 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         engine_id=engine_id,
     )
     model = ModelConfig(
-        model=model_folder(folder, options.layers),
+        model=model_folder(folder, options.layers, dtype_of(options)),
         skip_tokenizer_init=True,
-        dtype="float16",
-        max_model_len=4096,
+        dtype=dtype_of(options),
+        max_model_len=longest_of(options),
         enforce_eager=True,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=16,
-        max_num_batched_tokens=256,
-        max_model_len=4096,
+        max_num_batched_tokens=longest_of(options) if options.codec else 256,  # a prompt is one step, and one store
+        max_model_len=longest_of(options),
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         async_scheduling=options.async_scheduling,
@@ -228,13 +239,18 @@ def check_views(plan: KVCacheConfig, spec: Any) -> None:
         view = _reshape_attention_kv_cache(raw, spec, shape, order, plan.num_blocks, packing)
         assert tuple(view.shape) == tuple(shape), f"{tuple(view.shape)}, and the backend takes {tuple(shape)}"
         view.fill_(i + 1)
-    layers = raw.view(torch.float16).view(plan.num_blocks, len(plan.kv_cache_tensors), -1)
+    layers = raw.view(spec.dtype).view(plan.num_blocks, len(plan.kv_cache_tensors), -1)
     assert all(bool((layers[:, i] == i + 1).all()) for i in range(layers.shape[1])), "a layer lies elsewhere"
     utils.set_kv_cache_layout(None)
 
 
 def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig:
-    shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
+    shape = {
+        "block_size": TOKENS,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": getattr(torch, dtype_of(options)),
+    }
     specs = [FullAttentionSpec(**shape)]
     if options.mla:
         specs = [MLAAttentionSpec(**{**shape, "num_kv_heads": 1, "head_size": LATENT})]
@@ -258,11 +274,27 @@ def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig
     )
 
 
-def expected(rank: int, name: str, tokens: tuple[int, ...]) -> torch.Tensor:
-    """What a block of a rank holds that ends these tokens: 56 bits of their hash begin a random page."""
+def expected(rank: int, name: str, tokens: tuple[int, ...], codec: str | None = None) -> torch.Tensor:
+    """What a block of a rank holds that ends these tokens: 56 bits of their hash begin a random page. With a codec it
+    is bfloat16 with random signs and mantissas, and exponents in a window of 12; UNFIT makes one with all exponents."""
     seed = int.from_bytes(sha256((rank, name, tokens))[:7], "big")
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=generator)
+    page = torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=generator)
+    if codec is None or (rank, name, tokens[-1]) == UNFIT:
+        return page
+    words = page.view(torch.int16).to(torch.int32) & 0xFFFF
+    exponents = 120 + torch.randint(0, 12, words.shape, dtype=torch.int32, generator=generator)
+    words = words & 0x807F | exponents << 7
+    return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint8)
+
+
+UNFIT = (1, "model.layers.2.self_attn.attn", 999)  # rank, layer, and the token that ends the block
+
+
+def sizes_of(spec: Any) -> dict[str, int]:
+    """What vLLM's spec computes: the chunks, their bytes in host memory, and those of each worker."""
+    names = "num_chunks" if hasattr(spec, "num_chunks") else "num_blocks", "kv_bytes_per_chunk"
+    return {name: getattr(spec, name) for name in (*names, "cpu_page_size_per_worker")}
 
 
 class Memory:
@@ -315,7 +347,7 @@ class Worker:
         # (blocks, K and V, tokens, heads, head size) a layer, or (blocks, tokens, latent); groups lie over each other,
         # a block is one group's
         self.memory = Memory(options.layers * cache.num_blocks * PAGE, where)
-        slab = self.memory.tensor.view(torch.float16)
+        slab = self.memory.tensor.view(getattr(torch, dtype_of(options)))
         block = (TOKENS, LATENT) if options.mla else (2, TOKENS, HEADS, HEAD_SIZE)
         if options.block_first:
             slab = slab.view(cache.num_blocks, options.layers, *block).transpose(0, 1)
@@ -342,11 +374,14 @@ class Worker:
     def page(self, name: str, block: int) -> torch.Tensor:
         return self.layers[name][block].view(torch.uint8).view(-1)
 
+    def expected(self, name: str, tokens: list[int]) -> torch.Tensor:
+        return expected(self.part, name, tuple(tokens), self.options.codec)
+
     def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
         """Check the blocks before `begin`, and write the others, which tokens complete; nonsense after a wrong one."""
         wrong = request in self.unsound
         for index, block, name in blocks:
-            page, holds = self.page(name, block), expected(self.part, name, tuple(tokens[: (index + 1) * TOKENS]))
+            page, holds = self.page(name, block), self.expected(name, tokens[: (index + 1) * TOKENS])
             if index >= begin:
                 page.copy_(~holds if wrong else holds)
             elif torch.equal(page.cpu(), holds):
@@ -483,12 +518,16 @@ class Worker:
             "device": self.device.name,
             "jobs": sum(s.jobs for s in stats),
             "failed": sum(s.failed for s in stats),
+            "not_stored": sum(s.not_stored for s in stats),
             "unfinished": sum(s.unfinished for s in stats),
             "paths": {path for s in stats for path in s.paths},
             "checked": self.checked,
             "runs": self.runs_of_a_chunk(),
             "tensors": len(self.handlers()[0].dst_tensors),
         }
+
+    def sizes(self) -> dict[str, int]:
+        return sizes_of(self.connector.connector_worker.spec)
 
     def runs_of_a_chunk(self) -> int:
         """How many pieces the blocks of chunk 0 make on the host, all tensors of them, by their addresses."""

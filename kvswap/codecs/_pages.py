@@ -1,0 +1,55 @@
+"""What a page of an engine's cache holds, for codecs: made by one function of each engine, from its own description.
+
+A page is one layer's part of a block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvswap.codecs import Coding, Field
+
+
+class Page(NamedTuple):
+    """nbytes: of a page. fields: what they are; they repeat every `pitch` bytes. No fields: the bytes stay as they
+    are."""
+
+    nbytes: int
+    fields: tuple[Field, ...] = ()
+    pitch: int = 0
+
+    def coding(self, codec: str, pages: int = 1) -> Coding:
+        """Of blocks of so many such pages. ValueError: the codec codes none of the fields."""
+        fields = self.fields or (Field(0, self.nbytes, "raw"),)
+        nbytes, pitch = self.nbytes, self.pitch or self.nbytes
+        return Coding(pages * nbytes, codec, page_nbytes=nbytes, fields=fields, pitch=pitch)
+
+    def is_coded(self, codec: str) -> bool:
+        """Whether this codec makes the page smaller."""
+        try:
+            return self.coding(codec).coded_nbytes < self.nbytes
+        except ValueError:
+            return False
+
+
+def token_by_token(nbytes: int, *sizes: int, kind: str) -> Page:
+    """Each token, or each head of a token, has its keys, then its values, of these sizes: or a single part."""
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    fields = tuple(Field(at, size, kind) for at, size in zip(begins, sizes, strict=True) if size)
+    return Page(nbytes, fields, sum(sizes))
+
+
+def halves(nbytes: int, kind: str) -> Page:
+    """The keys of all tokens, then the values."""
+    half = nbytes // 2
+    return Page(nbytes, (Field(0, half, kind), Field(half, half, kind)), nbytes)
+
+
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_BYTES = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def kind_of(dtype: object) -> str | None:
+    """The kind of a torch or NumPy type, or of its name. "raw": bytes that no codec codes. None: not known."""
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.").lower()
+    return "raw" if name in _BYTES else KINDS.get(name)

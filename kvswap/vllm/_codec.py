@@ -1,0 +1,166 @@
+"""kvswap_codec: which bytes of vLLM's cache a codec codes, and what is refused (docs/codecs.md).
+
+The scheduler and each worker compute the size of a coded block from the same description, KVCacheConfig, before vLLM's
+spec computes how many chunks fit the host's memory. So all layers must have equal pages: the scheduler's copy of the
+description has one layer's for a group of several kinds.
+
+In vLLM's layouts the keys and the values of a token's head lie side by side, whatever lies outside of them: heads or
+tokens, and, in a cache of all layers together, layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from kvswap.codecs import Coding, Field
+from kvswap.codecs._pages import Page, kind_of, token_by_token
+from kvswap.vllm._handler import codec_of
+
+_ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
+_MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+_DS_MLA = 656  # bytes of a token in fp8_ds_mla: 512 fp8, 4 scales, 64 of RoPE
+
+
+def _refuse(name: str, why: str) -> ValueError:
+    return ValueError(f"kvswap_codec: layer {name} {why}. Leave kvswap_codec out for this model")
+
+
+def _cell_of(spec: Any, nbytes: int) -> float:
+    """Bytes of a token's head. Releases with layouts say them."""
+    said = getattr(spec, "state_content_size_bytes", None)
+    tokens = getattr(spec, "storage_block_size", spec.block_size)
+    return int(said) if said is not None else nbytes / (tokens * spec.num_kv_heads)
+
+
+def page_of(name: str, spec: Any) -> Page:
+    """What a layer's page holds, from its KVCacheSpec. ValueError, with the layer's name: it is not known."""
+    kind = type(spec).__name__
+    if kind == "MambaSpec":  # a state, which each step changes: an error would stay in it
+        return Page(int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes))
+    if kind not in _ATTENTION + _MLA:
+        raise _refuse(name, f"has a {kind}, whose bytes kvswap does not know")
+    nbytes = int(spec.unpadded_page_size_bytes)
+    if getattr(spec, "cache_dtype_str", None) == "fp8_ds_mla":
+        if getattr(spec, "model_version", None) is not None or nbytes % _DS_MLA:
+            raise _refuse(name, "keeps fp8_ds_mla of another form than rows of 656 bytes")
+        return Page(nbytes, (Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16")), _DS_MLA)
+    of = kind_of(spec.dtype)
+    if of == "raw" or getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False):
+        return Page(nbytes)
+    if of is None:
+        raise _refuse(name, f"keeps {spec.dtype}, which kvswap does not know")
+    width = 4 if of == "fp32" else 2
+    sizes = [int(spec.head_size) * width]
+    if kind not in _MLA:
+        sizes.append(int(getattr(spec, "head_size_v", spec.head_size)) * width)
+    if _cell_of(spec, nbytes) != sum(sizes):
+        raise _refuse(name, f"has {nbytes} bytes a page, which are not keys and values of {sizes} bytes")
+    return token_by_token(nbytes, *sizes, kind=of)
+
+
+def _specs_of(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            continue
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+        for name in group.layer_names:
+            yield name, each.get(name, group.kv_cache_spec)
+
+
+class Plan(NamedTuple):
+    """The codec, and the page that all layers have. padded: bytes from page to page on the GPU."""
+
+    codec: str
+    page: Page
+    padded: int
+
+    def _pages(self, nbytes: int, what: str) -> int:
+        if nbytes % self.padded:
+            raise ValueError(f"kvswap_codec: {what} has {nbytes} bytes, no whole pages of {self.padded}")
+        if self.padded > self.page.nbytes and nbytes > self.padded:
+            raise ValueError(f"kvswap_codec: {what} has padded pages of several layers side by side")
+        return nbytes // self.padded
+
+    def coding_of(self, nbytes: int) -> Coding:
+        """Of a tensor whose blocks have so many bytes: those of a layer, or of several side by side."""
+        return self.page.coding(self.codec, self._pages(nbytes, "a tensor's block"))
+
+    def codings(self, kv_caches: Any) -> list[Coding]:
+        """Of each tensor of CanonicalKVCaches."""
+        return [self.coding_of(int(entry.page_size_bytes)) for entry in kv_caches.tensors]
+
+    def coded_nbytes(self, nbytes: int, alignment: int) -> int:
+        """Of a block of a worker, of so many bytes. alignment: what it is a multiple of, at least 16."""
+        pages = nbytes // self.padded
+        if nbytes % self.padded:
+            raise ValueError(f"kvswap_codec: a block has {nbytes} bytes, no whole pages of {self.padded}")
+        coded = pages * self.page.coding(self.codec).coded_nbytes
+        return -(-coded // alignment) * alignment
+
+
+def plan_of(codec: str, kv_cache_config: Any) -> Plan:
+    """ValueError: kvswap does not know what a layer holds, or would code nothing of it."""
+    found: tuple[str, Page, int] | None = None
+    for name, spec in _specs_of(kv_cache_config):
+        page, padded = page_of(name, spec), int(spec.page_size_bytes)
+        if found is None:
+            found = name, page, padded
+        if found[1:] != (page, padded):
+            raise _refuse(name, f"has other pages than layer {found[0]}")
+    if found is None:
+        raise ValueError("kvswap_codec: the model has no layer with a cache")
+    if not found[1].is_coded(codec):
+        raise _refuse(found[0], f"has a cache that {codec} makes no smaller")
+    return Plan(codec, *found[1:])
+
+
+# -- from the connector to the spec that it makes --------------------------------------------------------------------
+
+_planned: ContextVar[Plan | None] = ContextVar("kvswap_codec", default=None)
+
+
+@contextlib.contextmanager
+def planned(extra_config: Mapping[str, Any], kv_cache_config: Any) -> Iterator[None]:
+    """Specs that are made here take the plan, if the configuration has a codec. ValueError as plan_of()."""
+    codec = codec_of(extra_config)
+    if codec is None:
+        yield
+        return
+    if extra_config.get("canonical_layout"):
+        raise ValueError("kvswap_codec: canonical_layout has fragments of pages in the host's memory, which no codec "
+                         "codes. Leave out one of the two")  # fmt: skip
+    tiers: Sequence[Any] = extra_config.get("secondary_tiers") or ()
+    if tiers:
+        names = ", ".join(str(tier.get("type") if isinstance(tier, Mapping) else tier) for tier in tiers)
+        raise ValueError(f"kvswap_codec: secondary tiers ({names}) do not name the codec in what they store. Leave "
+                         "out secondary_tiers or kvswap_codec")  # fmt: skip
+    token = _planned.set(plan_of(codec, kv_cache_config))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def take_plan(extra_config: Mapping[str, Any]) -> Plan | None:
+    """For a spec that is being made. ValueError: a codec, and not KVSwapConnector."""
+    plan = _planned.get()
+    if plan is None and codec_of(extra_config) is not None:
+        raise ValueError(
+            'kvswap_codec needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm": vLLM\'s '
+            "own OffloadingConnector cannot drop a block that does not fit its coded size"
+        )
+    return plan
+
+
+def shrink(config: Any, plan: Plan, alignment: int) -> Any:
+    """vLLM's OffloadingConfig with coded blocks, from which its spec computes chunks and cells. alignment: of a chunk,
+    all workers together. A chunk is whole blocks, so that blocks are slots at one distance."""
+    factor, nbytes = int(config.cache.blocks_per_chunk), int(config.worker_kv_bytes_per_block)
+    blocks = factor * (1 if getattr(config, "replicated_layout", False) else int(config.parallel.world_size))
+    step = 16 if factor == 1 else max(16, alignment // math.gcd(alignment, blocks))
+    return dataclasses.replace(config, worker_kv_bytes_per_block=plan.coded_nbytes(nbytes, step) if nbytes else 0)

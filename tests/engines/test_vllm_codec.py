@@ -1,0 +1,235 @@
+"""kvswap_codec: what vLLM's description of a cache means for a codec, and what is refused; the sizes that vLLM computes
+from coded blocks. tests/integration/vllm_codec.py runs it in vLLM's own scheduler and workers."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvswap.codecs import Field
+from kvswap.vllm import _codec
+from kvswap.vllm._memory import give_coded_views
+
+TOKENS, HEADS, SIZE = 16, 8, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """vLLM's KVCacheSpec of a layer, as far as kvswap reads it. Subclasses have the names of vLLM's."""
+
+    dtype: str = "torch.bfloat16"
+    head_size: int = SIZE
+    head_size_v: int = SIZE
+    num_kv_heads: int = HEADS
+    block_size: int = TOKENS
+    page_size_padded: int | None = None
+    cache_dtype_str: str | None = None
+    model_version: str | None = None
+    row: int | None = None  # bytes of a token's head, if not keys and values
+    kv_quant_mode: Any = None
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        width = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}.get(self.dtype, 1)
+        return TOKENS * self.num_kv_heads * (self.row or (self.head_size + self.head_size_v) * width)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+
+def spec_of(name: str, **values: Any) -> Spec:
+    """Of one of vLLM's classes."""
+    return type(name, (Spec,), {})(**values)
+
+
+FULL, MLA = "FullAttentionSpec", "MLAAttentionSpec"
+TOKEN = (Field(0, 256, "bf16"), Field(256, 256, "bf16"))
+
+
+def latent(**values: Any) -> Spec:
+    return spec_of(MLA, **{"num_kv_heads": 1, "head_size": 576, "head_size_v": 0, **values})
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "pitch"),
+    [
+        (spec_of(FULL), TOKEN, 512),
+        (spec_of("SlidingWindowSpec"), TOKEN, 512),
+        (spec_of("ChunkedLocalAttentionSpec"), TOKEN, 512),
+        (spec_of("CrossAttentionSpec"), TOKEN, 512),
+        (spec_of(FULL, head_size_v=64), (Field(0, 256, "bf16"), Field(256, 128, "bf16")), 384),
+        (spec_of(FULL, dtype="torch.float16"), (Field(0, 256, "fp16"), Field(256, 256, "fp16")), 512),
+        (latent(), (Field(0, 1152, "bf16"),), 1152),
+        (
+            latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=656),
+            (Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16")),
+            656,
+        ),
+        (latent(dtype="torch.uint8", head_size=132), (), 0),  # an indexer's
+        (spec_of(FULL, dtype="torch.uint8"), (), 0),
+        (spec_of(FULL, dtype="torch.float8_e4m3fn"), (), 0),
+        (spec_of(FULL, dtype="torch.int8", kv_quant_mode=SimpleNamespace(is_per_token_head=True)), (), 0),
+        (spec_of("MambaSpec", page_size_padded=1 << 20), (), 0),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Spec) else "",
+)
+def test_fields(spec: Spec, fields: tuple[Field, ...], pitch: int) -> None:
+    page = _codec.page_of("layer", spec)
+    assert page == (spec.unpadded_page_size_bytes, fields, pitch)
+    assert page.is_coded("mxfp8") == any(field.kind in ("bf16", "fp16") for field in fields)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (spec_of("HiddenStateCacheSpec"), "a HiddenStateCacheSpec, whose bytes kvswap does not know"),
+        (spec_of("TQFullAttentionSpec"), "a TQFullAttentionSpec"),
+        (spec_of(FULL, dtype="torch.float64"), "keeps torch.float64"),
+        (spec_of(FULL, row=300), "are not keys and values of \\[256, 256\\] bytes"),
+        (latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=584, model_version="deepseek_v4"), "656"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_its_layer(spec: Spec, why: str) -> None:
+    with pytest.raises(ValueError, match=f"kvswap_codec: layer model.7.attn .*{why}.*Leave kvswap_codec out"):
+        _codec.page_of("model.7.attn", spec)
+
+
+def config_of(*groups: Any, **more: Any) -> Any:
+    """KVCacheConfig of groups (spec, or specs by layer)."""
+    found = []
+    for g, spec in enumerate(groups):
+        each = spec if isinstance(spec, dict) else {}
+        names = list(each) or [f"{g}.{i}" for i in range(2)]
+        held = SimpleNamespace(kv_cache_specs=each) if each else spec
+        found.append(SimpleNamespace(layer_names=names, kv_cache_spec=held, **more))
+    return SimpleNamespace(kv_cache_groups=found)
+
+
+def test_all_layers_have_equal_pages() -> None:
+    full, window = spec_of(FULL), spec_of("SlidingWindowSpec")
+    plan = _codec.plan_of("exact", config_of(full, window))
+    assert plan.page == _codec.page_of("", full) and plan.padded == full.page_size_bytes
+    assert _codec.plan_of("exact", config_of({"a": full, "b": full})) == plan
+    with pytest.raises(ValueError, match="layer b has other pages than layer a"):
+        _codec.plan_of("exact", config_of({"a": full, "b": spec_of(FULL, head_size=64)}))
+    with pytest.raises(ValueError, match=r"layer 1.0 has other pages than layer 0.0"):
+        _codec.plan_of("exact", config_of(latent(), latent(dtype="torch.uint8", head_size=132)))
+    assert _codec.plan_of("exact", config_of(full, host_resident=False)) == plan
+
+
+@pytest.mark.parametrize(
+    ("codec", "spec"),
+    [
+        ("exact", spec_of(FULL, dtype="torch.float16")),
+        ("mxfp8", spec_of(FULL, dtype="torch.uint8")),
+        ("fp4", spec_of("MambaSpec")),
+    ],
+)
+def test_a_codec_that_codes_nothing_is_refused(codec: str, spec: Spec) -> None:
+    with pytest.raises(ValueError, match=f"layer 0.0 has a cache that {codec} makes no smaller"):
+        _codec.plan_of(codec, config_of(spec))
+
+
+def test_tensors_hold_one_layer_or_several() -> None:
+    full = spec_of(FULL)
+    plan, page = _codec.plan_of("exact", config_of(full)), full.page_size_bytes
+    one, four = plan.coding_of(page), plan.coding_of(4 * page)
+    assert four.coded_nbytes == 4 * one.coded_nbytes and four.page_nbytes == page
+    with pytest.raises(ValueError, match="no whole pages"):
+        plan.coding_of(4 * page + 16)
+    padded = _codec.plan_of("exact", config_of(spec_of(FULL, page_size_padded=page + 512)))
+    assert padded.coding_of(page + 512).block_nbytes == page
+    with pytest.raises(ValueError, match="padded pages of several layers"):
+        padded.coding_of(2 * (page + 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadingConfig:
+    """vLLM's."""
+
+    worker_kv_bytes_per_block: int
+    cache: Any
+    parallel: Any
+    replicated_layout: bool = False
+
+
+@pytest.mark.parametrize("alignment", [1, 4096])
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("factor", [1, 2, 3, 16, 64])
+def test_a_chunk_is_whole_blocks(factor: int, world: int, replicated: bool, alignment: int) -> None:
+    """Of all workers together, with vLLM's alignment of a chunk: so its blocks are slots at one distance."""
+    full = spec_of(FULL)
+    plan = _codec.plan_of("exact", config_of(full))
+    cache, parallel = SimpleNamespace(blocks_per_chunk=factor), SimpleNamespace(world_size=world)
+    config = OffloadingConfig(5 * full.page_size_bytes, cache, parallel, replicated)
+    block = _codec.shrink(config, plan, alignment).worker_kv_bytes_per_block
+    coded = 5 * plan.coding_of(full.page_size_bytes).coded_nbytes
+    assert 0 <= block - coded < max(16, alignment) and block % 16 == 0
+    chunk = -(-factor * block * (1 if replicated else world) // alignment) * alignment
+    assert factor == 1 or chunk % block == 0
+    empty = dataclasses.replace(config, worker_kv_bytes_per_block=0)
+    assert _codec.shrink(empty, plan, alignment).worker_kv_bytes_per_block == 0
+
+
+def test_the_spec_takes_the_connectors_plan() -> None:
+    extra, config = {"kvswap_codec": "exact"}, config_of(spec_of(FULL))
+    with _codec.planned(extra, config):
+        assert _codec.take_plan(extra) == _codec.plan_of("exact", config)
+    with _codec.planned({}, config_of(spec_of("HiddenStateCacheSpec"))):
+        assert _codec.take_plan({}) is None
+    assert _codec.take_plan({}) is None
+    with pytest.raises(ValueError, match='needs "kv_connector": "KVSwapConnector"'):
+        _codec.take_plan(extra)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"canonical_layout": True}, "canonical_layout has fragments"),
+        ({"secondary_tiers": [{"type": "fs"}, {"type": "FileTier"}]}, r"secondary tiers \(fs, FileTier\)"),
+    ],
+)
+def test_what_does_not_go_with_a_codec_is_refused_by_name(more: dict[str, Any], why: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"kvswap_codec: {why}"),
+        _codec.planned({"kvswap_codec": "exact", **more}, None),
+    ):
+        pass
+    with _codec.planned(more, None):
+        pass
+
+
+@pytest.mark.parametrize("factor", [1, 4])
+@pytest.mark.parametrize("name", ["create_next_worker_view", "create_next_view"])
+def test_a_worker_gets_views_of_coded_size(name: str, factor: int) -> None:
+    """All tensors of a block together, in the worker's cell of each row of the region."""
+    chunks, coded, padding = 5, [48, 32, 16], 32
+    cell = factor * (sum(coded) + padding)
+    base = np.zeros((chunks, 3 * cell), np.int8)
+
+    class Region:
+        _worker_offset, _worker_area_end = cell, 2 * cell
+
+    def create(self: Any, nbytes: int) -> Any:
+        return base[:, self._worker_offset : self._worker_offset + nbytes]
+
+    setattr(Region, name, create)
+    region = Region()
+    give_coded_views(region, coded, factor)
+    views = [getattr(region, name)(12345) for _ in coded]
+    for i, view in enumerate(views):
+        assert view.shape == ((chunks, coded[i]) if factor == 1 else (chunks, factor, coded[i]))
+        view[...] = i + 1
+    cells = base.reshape(chunks, 3, factor, -1)
+    assert not cells[:, [0, 2]].any()
+    assert (cells[:, 1] == np.repeat([1, 2, 3, 0], [*coded, padding])).all()
+    with pytest.raises(ValueError, match="has 1000 coded bytes"):
+        give_coded_views(Region(), [1000], factor)
