@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvswap import _C
 from kvswap._timeouts import seconds
+from kvswap.codecs import Coding, Field
 from kvswap.files import FileTransfer
 from kvswap.trtllm._files import ManagerFiles
 
@@ -34,6 +35,7 @@ _BITS = {
     **dict.fromkeys(("fp4", "nvfp4", "int4"), 4),
 }
 
+_KINDS = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # that codecs take
 _MEMORIES = ("secondary", "primary")  # by is_primary
 
 _Parts: TypeAlias = NDArray[np.int64]
@@ -93,6 +95,9 @@ class KVCacheBlockPool:
       moved with whole blocks.
     primary_stride, secondary_stride: bytes from block to block; None: block_nbytes.
     contains_block_scales: the elements are scales of another pool's elements; their order interleaves tokens.
+    codec: of the host's blocks (kvswap.codecs): a block there has secondary_nbytes bytes, which secondary_stride counts
+      by default. dtype is then fp16 or bf16 by name, or such a dtype, and a block has no padding. Blocks move whole
+      between the memories, whatever num_tokens_to_copy says. All pools of a manager are coded, or none.
     """
 
     primary: Any = field(repr=False)
@@ -109,6 +114,8 @@ class KVCacheBlockPool:
     primary_stride: int | None = None
     secondary_stride: int | None = None
     contains_block_scales: bool = False
+    codec: str | None = None
+    coding: Coding | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for name in ("num_primary_blocks", "num_layers", "kv_factor", "num_kv_heads", "tokens_per_block"):
@@ -125,6 +132,25 @@ class KVCacheBlockPool:
         if self.block_nbytes is None:
             object.__setattr__(self, "block_nbytes", least)
         self._check_number("block_nbytes", least)
+        if self.codec is not None:
+            object.__setattr__(self, "coding", self._make_coding(self.codec, least))
+
+    def _make_coding(self, codec: str, nbytes: int) -> Coding:
+        """Keys and values of each layer are pages."""
+        name = self.dtype if isinstance(self.dtype, str) else getattr(self.dtype, "__name__", str(self.dtype))
+        kind = _KINDS.get(name.lower().removeprefix("torch."))
+        if kind is None or self.contains_block_scales:
+            what = "its elements are scales" if self.contains_block_scales else f"its dtype is {name}"
+            raise ValueError(f"codec is {codec!r}, and codecs code bf16 and fp16 by name: {what}")
+        if self.block_nbytes != nbytes:
+            raise ValueError(f"codec is {codec!r}, and a block has {self.nbytes() - nbytes} bytes of padding")
+        page = self.layer_nbytes // self.kv_factor
+        return Coding(nbytes, codec, page_nbytes=page, fields=[Field(0, page, kind)])
+
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes of a block in host memory."""
+        return self.nbytes() if self.coding is None else self.coding.coded_nbytes
 
     def _check_number(self, name: str, least: int) -> None:
         number = _index(getattr(self, name), name)
@@ -302,6 +328,7 @@ class KVCacheTransferManager:
         file_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._pools = _check_pools(pools)
+        self._coded = self._pools[0].codec is not None
         self._device = device if isinstance(device, _C.Device) else _C.Device(device)
         self._options: dict[str, Any] = {
             "path": path,
@@ -338,7 +365,10 @@ class KVCacheTransferManager:
                 return ()
             group, name = opened[0] if opened else None, f"{_MEMORIES[primary]} {i}"
             try:
-                opened.append(_C.Pool(self._device, ptr, blocks, pool.nbytes(), stride=stride, group=group, name=name))
+                nbytes, coding = (pool.nbytes(), None) if primary else (pool.secondary_nbytes, pool.coding)
+                opened.append(
+                    _C.Pool(self._device, ptr, blocks, nbytes, stride=stride, group=group, name=name, coding=coding)
+                )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"pools[{i}].{_MEMORIES[primary]}: {error}") from None
         return tuple(opened)
@@ -544,6 +574,8 @@ class KVCacheTransferManager:
         if self._closed:
             raise _C.Error("the transfer manager is closed")
         tokens = _index(num_tokens, "num_tokens_to_copy")
+        if self._coded and src_primary != dst_primary:
+            tokens = 0  # coded blocks move whole
         for ids, primary in ((src_ids, src_primary), (dst_ids, dst_primary)):
             if primary:
                 self._files.wait_for(ids)
@@ -651,6 +683,9 @@ def _check_pools(pools: Iterable[KVCacheBlockPool]) -> tuple[KVCacheBlockPool, .
                     f"{name} is {getattr(pool, name)} in pools[{i}] and {getattr(checked[0], name)} in pools[0]: a "
                     "block is one slot of every pool"
                 )
+        if (pool.codec is None) != (checked[0].codec is None):
+            one, other = (0, i) if pool.codec is None else (i, 0)
+            raise ValueError(f"pools[{one}] has a codec and pools[{other}] has none: all are coded, or none")
     return checked
 
 

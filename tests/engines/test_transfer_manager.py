@@ -952,3 +952,101 @@ def test_parts_are_remembered_within_bounds(rig: Rig) -> None:
             for layered in (False, True):
                 rig.offload(1, 2, tokens, layer_events=layered).wait(PATIENCE)
     assert rig.manager._parts.cache_info().currsize <= TOKENS
+
+
+# -- coded host blocks ------------------------------------------------------------------------------------------------
+
+
+class Coded:
+    """Two pools whose host blocks are coded, and normal values in the GPU's."""
+
+    def __init__(self, device: kvswap.Device, codec: str, dtype: Any = "bf16") -> None:
+        usable(device, "kernel")
+        shape: dict[str, Any] = {**HALF, "dtype": dtype, "size_per_head": 64, "codec": codec}
+        self.pools: list[KVCacheBlockPool] = []
+        self.gpu: list[Buffer] = []
+        self.host: list[Buffer] = []
+        self.values: list[Any] = []
+        for i in range(2):
+            one = KVCacheBlockPool(1, 1, 1, 1, **shape)
+            self.gpu.append(Buffer(device, PRIMARY * one.nbytes(), "gpu"))
+            self.host.append(Buffer(device, SECONDARY * one.secondary_nbytes, "cpu"))
+            values = np.random.default_rng(i).standard_normal((PRIMARY, one.nbytes() // 2), np.float32)
+            kind = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bf16" else values.astype(np.float16)
+            self.values.append(kind.view(np.uint8).copy())
+            self.gpu[-1].put(self.values[-1].reshape(-1))
+            self.pools.append(KVCacheBlockPool(self.gpu[-1].ptr, self.host[-1].ptr, PRIMARY, SECONDARY, **shape))
+        self.manager = KVCacheTransferManager(self.pools, device=device)
+
+    def blocks(self, pool: int) -> Any:
+        return self.gpu[pool].get().reshape(PRIMARY, -1)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("exact", "bf16"), ("mxfp8", "float16"), ("fp4", "bf16")])
+def test_coded_host_blocks(device: kvswap.Device, codec: str, dtype: str) -> None:
+    rig = Coded(device, codec, dtype)
+    with rig.manager as manager:
+        manager.offload([1, 2, 5], [3, 4, 0]).wait(PATIENCE)
+        onboarded = manager.onboard([4, 0], [7, 8], 1)  # a token: the block moves whole
+        onboarded.wait(PATIENCE)
+        for i, (values, pool) in enumerate(zip(rig.values, rig.pools, strict=True)):
+            assert pool.coding is not None and pool.secondary_nbytes < pool.nbytes()
+            coded = rig.host[i].get().reshape(SECONDARY, -1)[[3, 4, 0]]
+            np.testing.assert_array_equal(coded, pool.coding.encode(values[[1, 2, 5]])[0])
+            values[[7, 8]] = pool.coding.decode(coded[1:])[0]
+            np.testing.assert_array_equal(rig.blocks(i), values)
+        manager.offload(Block(1), Block(9), 2).wait(PATIENCE)  # on the GPU a part can be copied
+        stats = manager.get_and_reset_transfer_stats()
+        assert stats.offload_bytes == 3 * sum(pool.nbytes() for pool in rig.pools)
+    heads = HALF["num_layers"] * HALF["kv_factor"] * HALF["num_kv_heads"]
+    for i, values in enumerate(rig.values):
+        rows = values.reshape(PRIMARY, heads, TOKENS, -1)
+        rows[9, :, :2] = rows[1, :, :2]
+        np.testing.assert_array_equal(rig.blocks(i), values)
+
+
+def test_coded_layers_in_order(device: kvswap.Device) -> None:
+    rig = Coded(device, "exact")
+    with rig.manager as manager:
+        manager.offload([1, 2], [3, 4], layer_events=True).wait(PATIENCE)
+        load = manager.onboard([3, 4], [5, 6], layer_events=True)
+        stream = kvswap.Stream(device)
+        for layer in range(manager.num_layers):
+            load.make_wait_layer(layer, stream)
+        stream.synchronize(PATIENCE)
+    for i, values in enumerate(rig.values):
+        values[[5, 6]] = values[[1, 2]]
+        np.testing.assert_array_equal(rig.blocks(i), values)
+
+
+def test_a_block_that_does_not_fit(device: kvswap.Device) -> None:
+    """It fails alone in the batch, and so does loading it."""
+    rig = Coded(device, "exact")
+    rig.values[1][2] = np.random.default_rng(9).integers(0, 256, rig.values[1].shape[1], np.uint8)
+    rig.gpu[1].put(rig.values[1].reshape(-1))
+    with rig.manager as manager:
+        stored = manager.offload([1, 2, 3], [1, 2, 3])
+        with pytest.raises(kvswap.Error, match="position 1 does not fit the coded size"):
+            stored.wait(PATIENCE)
+        assert stored.failed_positions.tolist() == [1]
+        loaded = manager.onboard([2, 3], [6, 7])
+        with pytest.raises(kvswap.Error):
+            loaded.wait(PATIENCE)
+        assert loaded.failed_positions.tolist() == [0]
+
+
+def test_codecs_that_do_not_fit_the_pool(device: kvswap.Device) -> None:
+    for shape, why in (
+        ({**HALF, "dtype": "fp8", "codec": "exact"}, "code bf16 and fp16 by name: its dtype is fp8"),
+        ({**HALF, "dtype": 16, "codec": "exact"}, "its dtype is 16"),
+        ({**SCALES, "codec": "exact"}, "its elements are scales"),
+        ({**HALF, "dtype": "bf16", "block_nbytes": 4096, "codec": "exact"}, "bytes of padding"),
+        ({**HALF, "dtype": "bf16", "codec": "zip"}, "the codec is zip"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            KVCacheBlockPool(1, 1, 1, 1, **shape)
+    rig = Coded(device, "exact")
+    plain = KVCacheBlockPool(rig.gpu[0].ptr, rig.host[0].ptr, PRIMARY, SECONDARY, **HALF)
+    with pytest.raises(ValueError, match=r"pools\[0\] has a codec and pools\[1\] has none"):
+        KVCacheTransferManager([rig.pools[1], plain], device=device)
+    rig.manager.close()
