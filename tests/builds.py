@@ -1,4 +1,5 @@
-"""What tests compile: libkvswap, once a session (fixture `prefix` of conftest.py), and C programs on it."""
+"""What tests compile: libkvswap and the core under sanitizers, each once a session (fixtures `prefix` and `core` of
+conftest.py), and C programs on them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,19 @@ from conftest import ROOT
 
 CC = shlex.split(os.environ.get("CC") or "cc")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "c").glob("*.c"))
+CORE = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g1", "-pthread", "-I", "csrc"]
+# What one sanitizer cannot run, a program leaves to the other, and a function that only that uses.
+STRICT = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror", "-Wno-unused-function"]
+KINDS = {
+    "address,undefined": [
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +63,36 @@ def build_library(folder: Path) -> None:
     succeed(["cmake", "-S", str(ROOT), "-B", str(folder / "build"), *options, *cmake_compiler()])
     succeed(["cmake", "--build", str(folder / "build"), "-j2"])
     succeed(["cmake", "--install", str(folder / "build"), "--prefix", str(folder / "prefix")])
+
+
+def lacks(kind: str, folder: Path) -> str | None:
+    """Why this compiler cannot build such programs, or None."""
+    if shutil.which(CC[0]) is None:
+        return f"no C compiler ({shlex.join(CC)})"
+    source = folder / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    done = run([*CC, f"-fsanitize={kind}", str(source), "-o", str(folder / "empty")])
+    return None if done.returncode == 0 else f"{shlex.join(CC)} has no {kind} sanitizer here"
+
+
+def object_of(folder: Path, source: Path) -> Path:
+    return folder / f"{source.parent.name}_{source.stem}.o"
+
+
+def compile_core(kind: str, folder: Path) -> None:
+    """libcore.a in that folder; where this compiler cannot build it, the reason in a file beside it."""
+    reason = lacks(kind, folder)
+    if reason is not None:
+        (folder / "lacks").write_text(reason)
+        return
+
+    def compiled(source: Path) -> str:
+        target = str(object_of(folder, source))
+        succeed([*CC, *FLAGS, *KINDS[kind], "-c", str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        succeed(["ar", "rcs", str(folder / "libcore.a"), *pool.map(compiled, CORE)])
 
 
 def pkg_config(prefix: Path) -> dict[str, str]:

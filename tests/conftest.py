@@ -27,11 +27,12 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 # Streams beyond the number of hardware queues hold each other up. Read by the driver when the first context is made.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# In each process that tests start, NumPy would start a thread a core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What this machine was calibrated to is not what the tests are about.
 os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibration")
 
@@ -51,17 +52,6 @@ PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang beco
 AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
 # Under a sanitizer what is freed stays resident for a while, and a limit on addresses leaves no room for its own.
 SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
-
-settings.register_profile(
-    "ci",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=30,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.register_profile("deep", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,8 +84,21 @@ def refuse_stale() -> None:
         raise pytest.UsageError(digest.message(kvswap, wrong))
 
 
+def set_up_hypothesis() -> None:
+    """Not with this module: processes that tests start import it, too."""
+    from hypothesis import HealthCheck, settings
+
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    settings.register_profile(
+        "ci", derandomize=True, deadline=None, database=None, max_examples=30, suppress_health_check=checks
+    )
+    settings.register_profile("deep", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     refuse_stale()
+    set_up_hypothesis()
     take_ctrl_c()
     config.stash[STDERR] = os.dup(2)  # the real one, while none is captured
     Gate.serial = bool(config.getoption("--serial"))
@@ -308,6 +311,20 @@ def prefix(made_once: MakeOnce) -> Path:
     from builds import build_library
 
     return made_once("libkvswap", build_library) / "prefix"
+
+
+@pytest.fixture(scope="session")
+def core(made_once: MakeOnce) -> Callable[[str], Path]:
+    """core(kind): the folder of libcore.a, and of the object files in it, under these sanitizers."""
+    from builds import compile_core
+
+    def core(kind: str) -> Path:
+        folder = made_once(f"core-{kind.replace(',', '-')}", lambda folder: compile_core(kind, folder))
+        if (folder / "lacks").exists():
+            pytest.skip((folder / "lacks").read_text())
+        return folder
+
+    return core
 
 
 @pytest.fixture(scope="session")

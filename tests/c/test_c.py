@@ -1,34 +1,21 @@
-"""The C tests, without Python: each program of tests/c is built and run, plain (with libkvswap, which CMake builds) and
-with the core under sanitizers. Its exit status and its last line, "N passed, 0 failed", are what counts."""
+"""The C tests, without Python: each program of tests/c is built and run with the core under sanitizers. Its exit status
+and its last line, "N passed, 0 failed", are what counts. The core without them is what all other tests run."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from builds import EXAMPLES, check_example, with_archive
-from conftest import ROOT, MakeOnce
+from builds import CC, EXAMPLES, FLAGS, KINDS, STRICT, check_example, succeed, with_archive
+from conftest import ROOT
 
-CC = os.environ.get("CC") or "cc"
-FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g1", "-pthread", "-I", "csrc"]
-STRICT = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
-KINDS = {
-    "plain": ["-O2", *STRICT],
-    "address,undefined": [
-        "-O1",
-        "-fno-omit-frame-pointer",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all",
-    ],
-    "thread": ["-O1", "-fsanitize=thread"],
-}
 PROGRAMS = sorted(path.stem for path in (ROOT / "tests" / "c").glob("test_*.c"))
 THREADED = [
     "test_engine",
@@ -43,73 +30,19 @@ THREADED = [
     "test_share",
     "test_threads",
 ]
-CASES = [("plain", program) for program in PROGRAMS]
-CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
+CASES = [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
 
 Build = Callable[[str, str], Path]
 
 
-def compile_with(arguments: list[str]) -> None:
-    run = subprocess.run([*CC.split(), *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, f"{CC} {' '.join(arguments)}\n{run.stderr}"
-
-
-def lacks(kind: str, folder: Path) -> str | None:
-    """Why this compiler cannot build such programs, or None."""
-    if shutil.which(CC.split()[0]) is None:
-        return f"no C compiler ({CC})"
-    source = folder / "empty.c"
-    source.write_text("int main(void) { return 0; }\n")
-    flags = [flag for flag in KINDS[kind] if flag.startswith("-fsanitize")]
-    run = subprocess.run(
-        [*CC.split(), *flags, str(source), "-o", str(folder / "empty")], capture_output=True, text=True, check=False
-    )
-    return None if run.returncode == 0 else f"{CC} has no {kind} sanitizer here"
-
-
-def compile_core(kind: str, folder: Path) -> None:
-    """libcore.a in that folder; where this compiler cannot build it, the reason in a file beside it."""
-    reason = lacks(kind, folder)
-    if reason is not None:
-        (folder / "lacks").write_text(reason)
-        return
-    sources = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
-    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(2) as pool:
-        compiled = [
-            pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])
-            for source, target in zip(sources, objects, strict=True)
-        ]
-        for future in compiled:
-            future.result()
-    subprocess.run(["ar", "rcs", str(folder / "libcore.a"), *map(str, objects)], check=True, capture_output=True)
-
-
-Core = Callable[[str], list[str]]
-
-
 @pytest.fixture
-def core(request: pytest.FixtureRequest, made_once: MakeOnce) -> Core:
-    """What a program of that kind is linked with. The plain core is libkvswap's archive."""
-
-    def core(kind: str) -> list[str]:
-        if kind == "plain":
-            return with_archive(request.getfixturevalue("prefix"))
-        folder = made_once(f"core-{kind.replace(',', '-')}", lambda folder: compile_core(kind, folder))
-        if (folder / "lacks").exists():
-            pytest.skip((folder / "lacks").read_text())
-        return [str(folder / "libcore.a"), "-ldl", "-lm"]
-
-    return core
-
-
-@pytest.fixture
-def build(core: Core, tmp_path: Path) -> Build:
+def build(core: Callable[[str], Path], tmp_path: Path) -> Build:
     """The program of tests/c, linked with the core."""
 
     def build(kind: str, program: str) -> Path:
-        target = tmp_path / Path(program).name
-        compile_with([*FLAGS, *KINDS[kind], f"tests/c/{program}.c", "-o", str(target), *core(kind)])
+        target, archive = tmp_path / Path(program).name, core(kind) / "libcore.a"
+        flags = [*FLAGS, *STRICT, *KINDS[kind], f"tests/c/{program}.c", "-o", str(target)]
+        succeed([*CC, *flags, str(archive), "-ldl", "-lm"])
         return target
 
     return build
@@ -122,7 +55,11 @@ def test_c(build: Build, kind: str, program: str) -> None:
     if kind == "thread" and shutil.which("setarch"):
         command = ["setarch", os.uname().machine, "-R", *command]  # it needs addresses where it expects them
     environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
-    environment |= {"CC": CC, "ASAN_OPTIONS": "detect_leaks=1", "TSAN_OPTIONS": "halt_on_error=0:exitcode=66"}
+    environment |= {
+        "CC": shlex.join(CC),
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "TSAN_OPTIONS": "halt_on_error=0:exitcode=66",
+    }
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if kind == "thread" and run.returncode != 0 and "WARNING: ThreadSanitizer" not in run.stderr:
         refused = re.search(r"unexpected memory mapping|personality|Operation not permitted", run.stderr)
@@ -140,17 +77,16 @@ def test_an_example_under_sanitizers(build: Build, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "address,undefined"])
-def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
+def test_the_corpus_of_the_fuzzer(build: Build) -> None:
     """What it once began with or found: pages and stores, whole and hurt."""
     corpus = sorted((ROOT / "tests" / "random" / "fuzz" / "corpus").iterdir())
-    command = [str(build(kind, "../random/fuzz/fuzz_files")), *map(str, corpus)]
+    command = [str(build("address,undefined", "../random/fuzz/fuzz_files")), *map(str, corpus)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stdout) == (0, f"{len(corpus)} passed, 0 failed\n"), run.stderr[-4000:]
 
 
 @pytest.mark.slow
-def test_the_c_surface_alone(core: Core, tmp_path: Path) -> None:
+def test_the_c_surface_alone(prefix: Path, tmp_path: Path) -> None:
     """A program that includes kvswap.h and nothing else of ours, as C and, where there is a compiler, as C++."""
     source = tmp_path / "surface.c"
     source.write_text(
@@ -168,7 +104,7 @@ def test_the_c_surface_alone(core: Core, tmp_path: Path) -> None:
         "  puts(dst);\n  return 0;\n}\n"
     )
     for language in ("c", "c++"):
-        compiler = CC.split() if language == "c" else ["c++", "-x", "c++"]
+        compiler = CC if language == "c" else ["c++", "-x", "c++"]
         if shutil.which(compiler[0]) is None:
             continue
         program, more = tmp_path / f"surface-{len(compiler)}", [] if language == "c" else ["-x", "none"]
@@ -182,7 +118,7 @@ def test_the_c_surface_alone(core: Core, tmp_path: Path) -> None:
             "-o",
             str(program),
             "-pthread",
-            *core("plain"),
+            *with_archive(prefix),
         ]
         run = subprocess.run([*compiler, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr

@@ -314,8 +314,7 @@ def keep_right(sides: Sides, works: list[Work], call: str, direction: int, **fau
 
 
 @pytest.mark.not_sanitized("refuses one call after the other, as test_faults does")
-@pytest.mark.parametrize("call", ["swap", "batch"])
-@pytest.mark.parametrize("kind", ["threads", "seeds"])
+@pytest.mark.parametrize(("call", "kind"), [("swap", "threads"), ("batch", "seeds")])
 def test_no_stale_bytes_whatever_is_refused(tiny: kvswap.Device, direction: int, call: str, kind: str) -> None:
     """Every byte of a slot was something else's before."""
     outcomes: set[str] = set()

@@ -207,7 +207,7 @@ def permutations(seed: int, gpu_blocks: int, cpu_blocks: int, count: int, dtype:
     return rng.permutation(gpu_blocks)[:count].astype(dtype), rng.permutation(cpu_blocks)[:count].astype(dtype)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["swap_blocks_batch", "swap_cache_per_layer", "swap_cache_all_layers_async"])
 def test_sizes_and_addresses(device: kvswap.Device, path: str, direction: int, call: str) -> None:
     """Blocks of every odd size at every odd address, permuted on both sides, with ids of both widths."""
     sides = Sides(device, 2 << 20)

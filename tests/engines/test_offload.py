@@ -226,8 +226,7 @@ def check_both_ways(cache: Cache, sizes: list[int], seed: int = 1, width: type =
 # -- where bytes go ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding", [None, 0, 96, 4096])
-@pytest.mark.parametrize("factor", [1, 3, 4])
+@pytest.mark.parametrize(("factor", "padding"), [(1, None), (3, None), (1, 0), (4, 0), (3, 96), (4, 4096)])
 def test_blocks_arrive_on_every_path(library: Library, path: str, factor: int, padding: int | None) -> None:
     pages = [512] * 4
     check_both_ways(Cache(library, pages, plain(pages), factor, padding=padding, path=path), [3 * factor + 1])
@@ -249,8 +248,7 @@ def test_pages_of_several_sizes_and_odd_ones(library: Library, path: str, paddin
     check_both_ways(Cache(library, pages, plain(pages), 3, padding=padding, path=path), [8])
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("factor", [1, 3, 8])
+@pytest.mark.parametrize(("factor", "groups"), [(1, 1), (3, 2), (8, 1)])
 @pytest.mark.parametrize("pages", [[512] * 4, [41984, 8448], [96, 513, 7, 4096]], ids=["mha", "mla", "odd"])
 def test_blocks_whose_tensors_lie_together(
     library: Library, path: str, pages: list[int], factor: int, groups: int

@@ -254,10 +254,10 @@ def test_engines_that_come_and_go_at_random(tmp_path: Path) -> None:
         engines = [stack.enter_context(Process(ENGINE)) for _ in range(4)]
         for engine in engines:
             start(engine, tmp_path, rng, limit)
-        while time.monotonic() - begin < 8:
+        while time.monotonic() - begin < 4:
             time.sleep(0.05)
             most = max(most, held(tmp_path))
-            if rng.random() < 0.04:
+            if rng.random() < 0.08:
                 i = rng.randrange(len(engines))
                 engines[i].kill()
                 engines[i] = stack.enter_context(Process(ENGINE))

@@ -6,10 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builds import with_archive
+from builds import CORE, with_archive
 from conftest import ROOT, elsewhere, run_python
 
 from kvswap import _doctor_config
@@ -75,15 +76,19 @@ def page(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_program_to_start_with_in_c_runs(tmp_path: Path) -> None:
+def test_the_program_to_start_with_in_c_runs(core: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its command, with the sources that it finds compiled already."""
     found = re.search(
         r"<!-- program -->\n```c\n(.*?)^```\n.*?```sh\n(.*?)^```$", page("start/c"), re.DOTALL | re.MULTILINE
     )
     assert found is not None
     (tmp_path / "program.c").write_text(found[1], encoding="utf-8")
-    for name in ("csrc", "pyproject.toml"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    command = found[2].replace("-O2", "-O0").replace("find csrc", "find csrc/")
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    begin, listing, end = re.split(r"\$\((find csrc .*?)\)", found[2])
+    listed = run(tmp_path, "bash", "-c", listing.replace("csrc ", "csrc/ ", 1)).splitlines()
+    assert sorted((tmp_path / name).resolve() for name in listed) == CORE
+    archive = core("address,undefined") / "libcore.a"
+    command = begin.replace("-O2", "-fsanitize=address,undefined") + str(archive) + end
     assert run(tmp_path, "bash", "-euo", "pipefail", "-c", command) == "2 blocks moved\n"
 
 

@@ -9,15 +9,16 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
 import pytest
+from builds import CC, CORE, object_of
 from conftest import ROOT
 
 CSRC = ROOT / "csrc"
-CC = os.environ.get("CC") or "cc"
 PYTHON = sysconfig.get_paths()["include"]
 
 # From the top down. A folder may call and include itself and the folders of later rows. "": the public headers,
@@ -72,7 +73,7 @@ Graph = dict[str, dict[str, set[str]]]
 
 def compile_to(folder: Path, source: Path, name: str) -> Path:
     target = folder / (name.replace("/", "_") + ".o")
-    command = [*CC.split(), "-std=c11", "-D_GNU_SOURCE", "-O0", "-w", f"-I{CSRC}"]
+    command = [*CC, "-std=c11", "-D_GNU_SOURCE", "-O0", "-w", f"-I{CSRC}"]
     command += [f"-I{PYTHON}", f"-I{numpy.get_include()}", "-c", str(source), "-o", str(target)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -139,16 +140,17 @@ def rings(graph: Graph) -> list[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    if not shutil.which(CC.split()[0]) or not shutil.which("nm"):
-        pytest.skip("no C compiler, or no nm")
+def objects(core: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    if not shutil.which("nm"):
+        pytest.skip("no nm")
     if not Path(PYTHON, "Python.h").exists():
         pytest.skip("no headers of Python")
     folder = tmp_path_factory.mktemp("objects")
-    sources = {str(path.relative_to(CSRC)): path for path in sorted(CSRC.rglob("*.c"))}
+    found = {str(path.relative_to(CSRC)): object_of(core("thread"), path) for path in CORE}
+    bindings = {str(path.relative_to(CSRC)): path for path in sorted(CSRC.glob("py/*.c"))}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        targets = threads.map(lambda item: compile_to(folder, item[1], item[0]), sources.items())
-        return dict(zip(sources, targets, strict=True))
+        targets = threads.map(lambda item: compile_to(folder, item[1], item[0]), bindings.items())
+        return found | dict(zip(bindings, targets, strict=True))
 
 
 def test_no_file_calls_one_above_it(objects: dict[str, Path], tmp_path: Path) -> None:

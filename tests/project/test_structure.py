@@ -8,11 +8,11 @@ import ast
 import inspect
 import re
 import types
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
-import pytest
 from conftest import ROOT
 
 import kvswap
@@ -118,32 +118,33 @@ def test_the_layers_of_sources() -> None:
 # -- lengths ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
-def test_length_of_files(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= (240 if path.suffix in (".h", ".cuh") else 1000)
+def test_length_of_files() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    most = {path: 240 if path.suffix in (".h", ".cuh") else 1000 for path in SOURCES}
+    assert names([path for path, lines in lengths.items() if lines > most[path]]) == []
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix == ".c"], ids=lambda path: path.name)
-def test_length_of_c_functions(path: Path) -> None:
-    long, begin = [], None
+def long_functions(path: Path) -> Iterator[str]:
+    begin = None
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if re.match(r"^\w.*\) \{$|^\s{4,}.*\) \{$", line) and not line.startswith(" " * 8) and begin is None:
             begin = number
         if line == "}" and begin is not None:
             if number - begin > 75:
-                long.append((begin, number - begin))
+                yield f"{path.name}:{begin}"
             begin = None
-    assert long == []
 
 
-@pytest.mark.parametrize(
-    "path", [*PYTHON, *sorted(ROOT.glob("setup*.py")), *sorted(ROOT.glob("packaging/*.py"))], ids=lambda path: path.name
-)
-def test_length_of_python_functions(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    long = [f.name for f in functions if f.end_lineno is not None and f.end_lineno - f.lineno > 75]
+def test_length_of_c_functions() -> None:
+    assert [name for path in SOURCES if path.suffix == ".c" for name in long_functions(path)] == []
+
+
+def test_length_of_python_functions() -> None:
+    long = []
+    for path in [*PYTHON, *ROOT.glob("setup*.py"), *ROOT.glob("packaging/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (node.end_lineno or 0) - node.lineno > 75:
+                long.append(f"{path.name}: {node.name}")
     assert long == []
 
 
