@@ -36,8 +36,7 @@ class CodedLayout(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """Equal for the same blocks of the same memory, coded alike."""
-        codings = tuple((c.codec, c.block_nbytes, c.page_nbytes, c.pitch, c.fields) for c in self.codings)
-        return (*self[:3], codings, *self[4:])
+        return (*self[:3], tuple(coding.text for coding in self.codings), *self[4:])
 
     def open(self, device: _C.Device, hold: object) -> CodedMap:
         """The map of these blocks."""

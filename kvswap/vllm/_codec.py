@@ -13,16 +13,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from kvswap.codecs import Coding, Field
 from kvswap.codecs._pages import Page, kind_of, token_by_token
-from kvswap.vllm._handler import codec_of
+from kvswap.vllm._handler import codec_of, options_of
 
 _ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
 _MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+_TIERS = ("FileTier", "RemoteTier")  # whose stores name the codec
 _DS_MLA = 656  # bytes of a token in fp8_ds_mla: 512 fp8, 4 scales, 64 of RoPE
 
 
@@ -94,6 +95,11 @@ class Plan(NamedTuple):
         """Of each tensor of CanonicalKVCaches."""
         return [self.coding_of(int(entry.page_size_bytes)) for entry in kv_caches.tensors]
 
+    @property
+    def text(self) -> str:
+        """What the coded bytes of a page mean."""
+        return self.page.coding(self.codec).text
+
     def coded_nbytes(self, nbytes: int, alignment: int) -> int:
         """Of a block of a worker, of so many bytes. alignment: what it is a multiple of, at least 16."""
         pages = nbytes // self.padded
@@ -124,6 +130,29 @@ def plan_of(codec: str, kv_cache_config: Any) -> Plan:
 _planned: ContextVar[Plan | None] = ContextVar("kvswap_codec", default=None)
 
 
+def _refuse_beside(extra_config: Mapping[str, Any]) -> None:
+    """ValueError: what does not go with a codec."""
+    if extra_config.get("canonical_layout"):
+        raise ValueError(
+            "kvswap_codec: canonical_layout has fragments of pages in the host's memory, which no codec codes. Leave "
+            "out one of the two"
+        )
+    if extra_config.get("spec_module_path") != "kvswap.vllm":
+        raise ValueError(
+            f"kvswap_codec: the spec {extra_config.get('spec_name')} does not move blocks by kvswap. Leave out "
+            "spec_name or kvswap_codec"
+        )
+    path = options_of(extra_config)["path"]
+    if path not in ("auto", "burst", "kernel"):
+        raise ValueError(f"kvswap_codec: kvswap_path {path} moves bytes as they are. Use auto, burst or kernel")
+    for tier in extra_config.get("secondary_tiers") or ():
+        if tier.get("type") not in _TIERS or tier.get("module_path", "kvswap.vllm") != "kvswap.vllm":
+            raise ValueError(
+                f"kvswap_codec: the secondary tier {tier.get('type')} does not know that blocks are coded. Use "
+                f"{' or '.join(_TIERS)} of kvswap.vllm, or leave out kvswap_codec"
+            )
+
+
 @contextlib.contextmanager
 def planned(extra_config: Mapping[str, Any], kv_cache_config: Any) -> Iterator[None]:
     """Specs that are made here take the plan, if the configuration has a codec. ValueError as plan_of()."""
@@ -131,14 +160,7 @@ def planned(extra_config: Mapping[str, Any], kv_cache_config: Any) -> Iterator[N
     if codec is None:
         yield
         return
-    if extra_config.get("canonical_layout"):
-        raise ValueError("kvswap_codec: canonical_layout has fragments of pages in the host's memory, which no codec "
-                         "codes. Leave out one of the two")  # fmt: skip
-    tiers: Sequence[Any] = extra_config.get("secondary_tiers") or ()
-    if tiers:
-        names = ", ".join(str(tier.get("type") if isinstance(tier, Mapping) else tier) for tier in tiers)
-        raise ValueError(f"kvswap_codec: secondary tiers ({names}) do not name the codec in what they store. Leave "
-                         "out secondary_tiers or kvswap_codec")  # fmt: skip
+    _refuse_beside(extra_config)
     token = _planned.set(plan_of(codec, kv_cache_config))
     try:
         yield

@@ -179,7 +179,7 @@ def _of_layers(spec: Any, vllm: Any, cache: Any, config: Any) -> dict[str, Any]:
         **{kind: _name(one) for kind, one in (_get(vllm, "attention_config.backend_per_kind") or {}).items()},
     }
     return {
-        "layout": _layout(vllm, cache, config),
+        "layout": _layout(spec, vllm, cache, config),
         "backend": {kind: name for kind, name in backends.items() if name} or None,
         "tokens": _tokens(spec, cache, config),
         "layers": _layers(cache, config),
@@ -187,7 +187,7 @@ def _of_layers(spec: Any, vllm: Any, cache: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _layout(vllm: Any, cache: Any, config: Any) -> Any:
+def _layout(spec: Any, vllm: Any, cache: Any, config: Any) -> Any:
     order = _get(config, "kv_cache_layout") or _get(vllm, "cache_config.kv_cache_layout")
     found = {"order": order or os.environ.get("VLLM_KV_CACHE_LAYOUT")}
     if order is None:  # 0.26: what each runner makes of it
@@ -196,6 +196,7 @@ def _layout(vllm: Any, cache: Any, config: Any) -> Any:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 
         found["canonical"] = canonical_mapping.CANONICAL_FORMAT_VERSION
+    found["coded"] = _get(spec, "plan.text")  # kvswap_codec
     places = [_place(one, cache.num_blocks) for one in _get(cache, "kv_cache_tensors") or ()]
     found["places"] = digest_of(places)[:16] if places else None
     return {name: value for name, value in found.items() if value is not None} or None

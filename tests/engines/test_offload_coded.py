@@ -182,6 +182,24 @@ def test_a_load_that_was_queued_before_the_verdict_fails(make: Any, device: kvsw
         assert [result.success for result in cache.finish(cache.load)] == [True, False]
 
 
+def test_another_writer_makes_good_what_was_not_stored(make: Any) -> None:
+    """A tier that brings blocks back, of which kvswap does not know; without one a slot stays lost."""
+    for remember in (True, False):
+        cache = make(1, remember_failures=remember)
+        cache.gpu[0][3] = unfit().view(np.int8)
+        cache.submit(cache.store, [3], [9], [1, 0], [0, 0])
+        assert cache.finish(cache.store)[0].not_stored == {0: "codec"}
+        cache.submit(cache.load, [40], [9], [1, 0], [0, 0])
+        assert not cache.finish(cache.load)[0].success  # the bytes of the slot say so, too
+        good = bf16((1, PAGE), 5)
+        for tensor in (0, 1):
+            cache.cpu[tensor][9] = cache.coding.encode(good)[0][0].view(np.int8)
+        cache.submit(cache.load, [41], [9], [1, 0], [0, 0])
+        assert cache.finish(cache.load)[0].success is not remember
+        assert remember or np.array_equal(cache.gpu[0][41].view(np.uint8), good[0])
+        cache.close()
+
+
 def test_a_device_that_fails_fails_the_job(make: Any, device: kvswap.Device) -> None:
     cache = make(2)
     with testing.fault(device, "call", "fail", operation="launch", every=1):

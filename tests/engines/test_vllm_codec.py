@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvswap.codecs import Field
-from kvswap.vllm import _codec
+from kvswap.vllm import _codec, _identity
 from kvswap.vllm._memory import give_coded_views
 
 TOKENS, HEADS, SIZE = 16, 8, 128
@@ -179,8 +179,11 @@ def test_a_chunk_is_whole_blocks(factor: int, world: int, replicated: bool, alig
     assert _codec.shrink(empty, plan, alignment).worker_kv_bytes_per_block == 0
 
 
+OURS = {"spec_name": "KVSwapOffloadingSpec", "spec_module_path": "kvswap.vllm"}
+
+
 def test_the_spec_takes_the_connectors_plan() -> None:
-    extra, config = {"kvswap_codec": "exact"}, config_of(spec_of(FULL))
+    extra, config = {"kvswap_codec": "exact", **OURS}, config_of(spec_of(FULL))
     with _codec.planned(extra, config):
         assert _codec.take_plan(extra) == _codec.plan_of("exact", config)
     with _codec.planned({}, config_of(spec_of("HiddenStateCacheSpec"))):
@@ -194,17 +197,30 @@ def test_the_spec_takes_the_connectors_plan() -> None:
     ("more", "why"),
     [
         ({"canonical_layout": True}, "canonical_layout has fragments"),
-        ({"secondary_tiers": [{"type": "fs"}, {"type": "FileTier"}]}, r"secondary tiers \(fs, FileTier\)"),
+        ({"spec_name": "Theirs", "spec_module_path": "their.module"}, "the spec Theirs does not move"),
+        ({"kvswap_path": "dma"}, "kvswap_path dma moves bytes as they are"),
+        ({"secondary_tiers": [{"type": "FileTier"}, {"type": "fs"}]}, "the secondary tier fs does not know"),
+        ({"secondary_tiers": [{"type": "FileTier", "module_path": "theirs"}]}, "the secondary tier FileTier does"),
     ],
 )
 def test_what_does_not_go_with_a_codec_is_refused_by_name(more: dict[str, Any], why: str) -> None:
-    with (
-        pytest.raises(ValueError, match=f"kvswap_codec: {why}"),
-        _codec.planned({"kvswap_codec": "exact", **more}, None),
-    ):
+    config = config_of(spec_of(FULL))
+    extra = {"kvswap_codec": "exact", **OURS, **more}
+    with pytest.raises(ValueError, match=f"kvswap_codec: {why}"), _codec.planned(extra, config):
         pass
-    with _codec.planned(more, None):
+    with _codec.planned({**OURS, **more}, config):
         pass
+
+
+def test_kvswaps_own_tiers_name_the_codec() -> None:
+    """So no store of other blocks is found."""
+    tiers = [{"type": "FileTier", "module_path": "kvswap.vllm"}, {"type": "RemoteTier"}]
+    with _codec.planned({"kvswap_codec": "exact", **OURS, "secondary_tiers": tiers}, config_of(spec_of(FULL))):
+        pass
+    layouts = [None, *(_codec.plan_of(codec, config_of(spec_of(FULL))) for codec in ("exact", "mxfp8", "fp4"))]
+    layouts.append(_codec.plan_of("exact", config_of(spec_of(FULL, head_size=64))))
+    found = [_identity._layout(SimpleNamespace(plan=plan), None, None, None) for plan in layouts]
+    assert found[0] is None and len({str(layout) for layout in found}) == len(layouts)
 
 
 @pytest.mark.parametrize("factor", [1, 4])
