@@ -39,17 +39,16 @@ def token_by_token(nbytes: int, *sizes: int, kind: str) -> Page:
     return Page(nbytes, fields, sum(sizes))
 
 
-def halves(nbytes: int, kind: str) -> Page:
-    """The keys of all tokens, then the values."""
-    half = nbytes // 2
-    return Page(nbytes, (Field(0, half, kind), Field(half, half, kind)), nbytes)
+def plain(nbytes: int, kind: str) -> Page:
+    """All of a page is of one kind: keys or values alone, or latents."""
+    return Page(nbytes, () if kind == "raw" else (Field(0, nbytes, kind),), nbytes if kind != "raw" else 0)
 
 
-KINDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_KINDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BYTES = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def kind_of(dtype: object) -> str | None:
     """The kind of a torch or NumPy type, or of its name. "raw": bytes that no codec codes. None: not known."""
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.").lower()
-    return "raw" if name in _BYTES else KINDS.get(name)
+    return "raw" if name in _BYTES else _KINDS.get(name)
