@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from kvswap import _C
+from kvswap.codecs import Coding, Field
 from kvswap.typing import After, AfterItem, DeviceLike, GpuIds, Path, Priority, StreamLike, Tensor
 
 
@@ -20,19 +24,26 @@ class _Blocks(NamedTuple):
     stride: int
 
 
+def _data(tensor: Any) -> tuple[int, bool] | None:
+    """Address, and whether it is read-only; None: the tensor does not say."""
+    if callable(getattr(tensor, "data_ptr", None)):
+        return int(tensor.data_ptr()), False
+    for name in ("__cuda_array_interface__", "__array_interface__"):
+        interface = getattr(tensor, name, None)
+        if isinstance(interface, dict):
+            address, readonly = interface["data"]
+            return int(address), bool(readonly)
+    return None
+
+
 class _View:
     """A tensor with other bytes between its blocks, as the core takes one: all bytes from its first to its last."""
 
     def __init__(self, tensor: Any, blocks: _Blocks, name: str) -> None:
         self.tensor = tensor
-        if callable(getattr(tensor, "data_ptr", None)):
-            data = int(tensor.data_ptr()), False
-        else:
-            found = [getattr(tensor, f"__{kind}_interface__", None) for kind in ("cuda_array", "array")]
-            interface = found[0] or found[1]
-            if interface is None:
-                raise TypeError(f"{name} has bytes between its blocks and neither data_ptr() nor an array interface")
-            data = interface["data"]
+        data = _data(tensor)
+        if data is None:
+            raise TypeError(f"{name} has bytes between its blocks and neither data_ptr() nor an array interface")
         nbytes = max(blocks.number - 1, 0) * blocks.stride + blocks.nbytes
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": data}
 
@@ -134,6 +145,74 @@ def _side(side: Any, ids: GpuIds, name: str) -> _Side:
     return _Side(tensors, [_blocks(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)], ids)
 
 
+# -- blocks that are coded on the way ---------------------------------------------------------------------------------
+
+_KINDS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16"}
+_pools_lock = threading.Lock()
+_pools: WeakValueDictionary[tuple[Any, ...], _C.Pool] = WeakValueDictionary()  # guarded by _pools_lock
+
+
+def _kind(tensor: Any, dtype: Any) -> str:
+    given = getattr(tensor, "dtype", None) if dtype is None else dtype
+    name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
+    kind = _KINDS.get(name.lower().removeprefix("torch.").removeprefix("jax."))
+    if kind is None:
+        raise ValueError(f"codecs code bf16 and fp16: the GPU's tensors are {name}; dtype= says what their bytes are")
+    return kind
+
+
+@lru_cache(maxsize=256)
+def _coding(nbytes: int, codec: str, kind: str) -> Coding:
+    return Coding(nbytes, codec, fields=[Field(0, nbytes, kind)])
+
+
+def _pool(device: DeviceLike, tensor: Any, blocks: _Blocks, coding: Coding | None, name: str) -> _C.Pool:
+    """Over the tensor: the one that a transfer of an earlier call still holds, or a new one."""
+    data = _data(tensor)
+    if data is None:
+        raise TypeError(f"{name} has neither data_ptr() nor an array interface, which codec= needs")
+    key = (getattr(device, "name", str(device)), data[0], *blocks, coding)
+    found = _pools.get(key)
+    if found is None:
+        memory = tensor if blocks.stride == blocks.nbytes else _View(tensor, blocks, name)
+        found = _C.Pool(device, memory, blocks.number, blocks.nbytes, stride=blocks.stride, coding=coding)
+        _pools[key] = found
+    return found
+
+
+def _coded_pools(
+    device: DeviceLike, gpu: _Side, cpu: _Side, codec: str, dtype: Any, names: tuple[str, str]
+) -> tuple[list[_C.Pool], list[_C.Pool]]:
+    made: tuple[list[_C.Pool], list[_C.Pool]] = ([], [])
+    for i, (tensor, blocks, coded) in enumerate(zip(gpu.tensors, gpu.blocks, cpu.blocks, strict=True)):
+        coding = _coding(blocks.nbytes, codec, _kind(tensor, dtype))
+        if coded.nbytes != coding.coded_nbytes:
+            raise ValueError(
+                f"a block of {names[1]}[{i}] has {coded.nbytes} bytes; one of {names[0]}[{i}] is coded to "
+                f"{coding.coded_nbytes}"
+            )
+        with _pools_lock:
+            made[0].append(_pool(device, tensor, blocks, None, f"{names[0]}[{i}]"))
+            made[1].append(_pool(device, cpu.tensors[i], coded, coding, f"{names[1]}[{i}]"))
+    return made
+
+
+def _check_partners(source: _Side, target: _Side, codec: str | None, dtype: Any) -> None:
+    if len(source.tensors) != len(target.tensors):
+        raise ValueError(
+            f"src has {len(source.tensors)} tensors and dst {len(target.tensors)}: each tensor needs its partner"
+        )
+    if not source.tensors:
+        raise ValueError("src and dst have no tensors")
+    if codec is not None:
+        return  # the coding says which sizes go together
+    if dtype is not None:
+        raise ValueError("dtype goes with codec")
+    for i, (one, other) in enumerate(zip(source.blocks, target.blocks, strict=True)):
+        if one.nbytes != other.nbytes:
+            raise ValueError(f"a block of src[{i}] has {one.nbytes} bytes, and one of dst[{i}] {other.nbytes}")
+
+
 def copy_blocks(
     src: Tensor | Sequence[Tensor],
     dst: Tensor | Sequence[Tensor],
@@ -149,6 +228,8 @@ def copy_blocks(
     pace_gbps: float | None = None,
     layer_events: bool = False,
     after_layers: Sequence[AfterItem | None] | None = None,
+    codec: str | None = None,
+    dtype: Any = None,
 ) -> _C.Transfer:
     """Copy block src_ids[i] of every tensor of src to block dst_ids[i] of its partner in dst; returns the Transfer.
 
@@ -164,23 +245,30 @@ def copy_blocks(
     stream, after, path, priority, max_ctas, pace_gbps, layer_events, after_layers: as for
       swap_cache_all_layers_async(), which does the work.
 
+    codec: the host's blocks are coded (kvswap.codecs): each has Coding(bytes of the GPU's block, codec).coded_nbytes.
+      They are coded on the way to the host and decoded on the way back, ordered as between Pools, which are made for
+      the call: no other Pool may lie over the tensors. A block that does not fit is in failed_positions at the end.
+    dtype: with codec: "bf16" or "fp16", where the GPU's tensors do not say it themselves (as uint8 or int16).
+
     Reading a tensor costs a microsecond or two in each call: an engine that has many tensors and calls in each step
     passes addresses to swap_cache_all_layers_async(), or makes Pools once.
 
     Tensors are held until the transfer ends. ValueError, IndexError, TypeError: wrong arguments, nothing moved;
     QueueFull, DeviceError: as there. Any thread may call."""
     source, target = _side(src, src_ids, "src"), _side(dst, dst_ids, "dst")
-    if len(source.tensors) != len(target.tensors):
-        raise ValueError(
-            f"src has {len(source.tensors)} tensors and dst {len(target.tensors)}: each tensor needs its partner"
-        )
-    for i, (one, other) in enumerate(zip(source.blocks, target.blocks, strict=True)):
-        if one.nbytes != other.nbytes:
-            raise ValueError(f"a block of src[{i}] has {one.nbytes} bytes, and one of dst[{i}] {other.nbytes}")
+    _check_partners(source, target, codec, dtype)
     pointers = source.pointers("src"), target.pointers("dst")
-    onboard = bool(source.tensors) and _C._is_onboard(pointers[0][0], pointers[1][0], device)
+    onboard, name = _C._way(pointers[0][0], pointers[1][0], device)
     gpu, cpu = (target, source) if onboard else (source, target)
     gpu_ptrs, cpu_ptrs = reversed(pointers) if onboard else pointers
+    options: Any = {
+        "stream": stream, "after": after, "path": path, "priority": priority, "max_ctas": max_ctas,
+        "pace_gbps": pace_gbps, "layer_events": layer_events, "after_layers": after_layers,
+    }  # fmt: skip
+    if codec is not None:
+        names = ("dst", "src") if onboard else ("src", "dst")
+        pools = _coded_pools(name if device is None else device, gpu, cpu, codec, dtype, names)
+        return _C.move_blocks(pools[onboard], pools[not onboard], src_ids, dst_ids, **options)
     return _C.swap_cache_all_layers_async(
         gpu_ptrs,
         cpu_ptrs,
@@ -192,13 +280,6 @@ def copy_blocks(
         "H2D" if onboard else "D2H",
         gpu_stride=gpu.strides(),
         cpu_stride=cpu.strides(),
-        stream=stream,
-        after=after,
         device=device,
-        path=path,
-        priority=priority,
-        max_ctas=max_ctas,
-        pace_gbps=pace_gbps,
-        layer_events=layer_events,
-        after_layers=after_layers,
+        **options,
     )

@@ -51,7 +51,8 @@ struct kvs_py_pool {
   PyObject *hold;   /* list: the tensor and its exporter; a HostPool's buffer; NULL for a plain address */
   PyObject *group;  /* a Pool, or NULL */
   PyObject *coding; /* a kvswap.codecs.Coding, or NULL */
-  bool readonly;    /* it cannot be a destination */
+  PyObject *weakrefs;
+  bool readonly; /* it cannot be a destination */
 };
 
 struct kvs_py_any_transfer { /* Transfer and FileTransfer */

@@ -12,6 +12,7 @@
 #include "wait.h"
 
 #include <string.h>
+#include <structmember.h>
 
 #define DROPPED_NS INT64_C(1000000000)
 
@@ -233,6 +234,7 @@ static void pool_dealloc(PyObject *self) {
   struct kvs_pool *pool = kvs_py_pool_core(self);
   PyObject *hold = as_pool(self)->hold, *group = as_pool(self)->group, *coding = as_pool(self)->coding;
   PyObject_GC_UnTrack(self);
+  if (as_pool(self)->weakrefs != NULL) PyObject_ClearWeakRefs(self);
   kvs_py_object_free(self);
   if (pool != NULL) {
     KVS_PY_NO_GIL(kvs_pool_unref(pool)); /* a submission may hold the lock of the pools */
@@ -327,9 +329,13 @@ static PyGetSetDef getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(struct kvs_py_pool, weakrefs), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+
 static PyType_Slot slots[] = {
-    {Py_tp_doc, (void *)pool_doc},   {Py_tp_new, pool_create},  {Py_tp_dealloc, pool_dealloc}, {Py_tp_repr, pool_repr},
-    {Py_tp_traverse, pool_traverse}, {Py_tp_clear, pool_clear}, {Py_tp_getset, getset},        {0, NULL},
+    {Py_tp_members, members},      {Py_tp_doc, (void *)pool_doc}, {Py_tp_new, pool_create},
+    {Py_tp_dealloc, pool_dealloc}, {Py_tp_repr, pool_repr},       {Py_tp_traverse, pool_traverse},
+    {Py_tp_clear, pool_clear},     {Py_tp_getset, getset},        {0, NULL},
 };
 
 PyType_Spec kvs_py_pool_spec = {

@@ -337,8 +337,9 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
 
 /* -- copy_blocks() ------------------------------------------------------------------------------------------------- */
 
-/* Whether a copy from src to dst, addresses or tensors, goes from host memory to the device's. */
-static PyObject *is_onboard(PyObject *module, PyObject *args) {
+/* Whether a copy from src to dst, addresses or tensors, goes from host memory to the device's, and the name of
+ * the device: dropping an object of it would collect what has ended. */
+static PyObject *way(PyObject *module, PyObject *args) {
   struct kvs_py_state *state = PyModule_GetState(module);
   PyObject *src, *dst, *device;
   struct kvs_py_address from, to;
@@ -353,8 +354,11 @@ static PyObject *is_onboard(PyObject *module, PyObject *args) {
   struct kvs_engine *engine = given ? kvs_py_engine_from(state, device) : kvs_py_engine_of(state, ptrs, 2);
   if (engine == NULL) return NULL;
   int rc = kvs_direction_between(engine, from.ptr, to.ptr, &direction, &err);
+  PyObject *result = rc != KVS_OK
+                         ? kvs_py_raise(state, &err)
+                         : Py_BuildValue("(Os)", direction == KVS_H2D ? Py_True : Py_False, kvs_engine_name(engine));
   kvs_engine_unref(engine);
-  return rc == KVS_OK ? PyBool_FromLong(direction == KVS_H2D) : kvs_py_raise(state, &err);
+  return result;
 }
 
 /* -- docs ---------------------------------------------------------------------------------------------------------- */
@@ -410,18 +414,14 @@ PyDoc_STRVAR(
         "s") ", layer_events=False, after_layers=None" LAYERS_HEAD AT_ONCE LAYERS_DOC
              "A layer is one tensor of the lists; layers are copied in this order:\n" KVS_PY_LAYER_DOC TAIL_DOC);
 
-PyDoc_STRVAR(
-    is_onboard_doc,
-    "_is_onboard($module, src, dst, device, /)\n--\n\n"
-    "Whether a copy from src to dst goes from host memory to the device's. device None: that of the pointers.");
+PyDoc_STRVAR(way_doc, "_way($module, src, dst, device, /)\n--\n\n"
+                      "(whether a copy from src to dst goes from host memory to the device's, name of the device). "
+                      "device None: that of the "
+                      "pointers.");
 
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {
-    ROW(swap_blocks_batch),
-    ROW(swap_cache_per_layer),
-    ROW(swap_cache_per_layer_async),
-    ROW(swap_cache_all_layers),
-    ROW(swap_cache_all_layers_async),
-    {"_is_onboard", is_onboard, METH_VARARGS, is_onboard_doc},
+    ROW(swap_blocks_batch),     ROW(swap_cache_per_layer),        ROW(swap_cache_per_layer_async),
+    ROW(swap_cache_all_layers), ROW(swap_cache_all_layers_async), {"_way", way, METH_VARARGS, way_doc},
     {NULL, NULL, 0, NULL},
 };

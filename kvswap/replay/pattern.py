@@ -37,7 +37,7 @@ def pattern_words(keys: NDArray[np.uint64], nwords: int) -> NDArray[np.uint64]:
 
 # Of the keys of kind `window`, the two low bits.
 PLAIN, ESCAPES, MISFIT = 0, 1, 2  # within the window; a value in 256 below it, which fits; any bytes
-_EVERY = {ESCAPES: 10, MISFIT: 200}  # one block in so many
+_EVERY = {ESCAPES: 10, MISFIT: 1000}  # one block in so many
 _SIZES = np.array([1, 1.5, 2, 3, 4, 6, 2, 3], np.float32).view(np.uint32) >> 16
 
 

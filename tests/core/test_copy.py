@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer
+from conftest import PATIENCE, Buffer, usable
 
 import kvswap
-from kvswap import testing
+from kvswap import _copy, testing
+from kvswap.codecs import CODECS, Coding
 
 FROM, TO = [3, 0, 5], [1, 6, 2]
 # Where there is a GPU, host memory on both sides is refused unless its device is named.
@@ -218,3 +220,100 @@ def test_what_says_no_counts(arguments: tuple[Any, ...], error: type[Exception],
 def test_a_stride_without_counts() -> None:
     with pytest.raises(TypeError, match="block_nbytes is missing"):
         kvswap.Pool("host:0", np.zeros((8, 8)), stride=64)
+
+
+# -- blocks that are coded on the way ---------------------------------------------------------------------------------
+
+
+class Numbers(Tensor):
+    dtype = "torch.bfloat16"
+
+
+class Bytes(Tensor):
+    dtype = "torch.uint8"
+
+    def element_size(self) -> int:
+        return 1
+
+
+class Coded:
+    """Two layers of normal values on the GPU, and room for their coded blocks on the host."""
+
+    def __init__(self, device: kvswap.Device, codec: str, gap: int = 0) -> None:
+        usable(device, "kernel")
+        self.nbytes, self.coding = 4096, Coding(4096, codec)
+        self.values, self.gpu, self.host, self.buffers = [], [], [], []
+        for seed in range(2):
+            gpu, host = Buffer(device, 8 * (4096 + gap), "gpu"), Buffer(device, 10 * self.coding.coded_nbytes, "cpu")
+            host.put(np.zeros(10 * self.coding.coded_nbytes, np.uint8))
+            normal = np.random.default_rng(seed).standard_normal((8, (4096 + gap) // 2), np.float32)
+            self.values.append((normal.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
+            gpu.put(self.values[-1].reshape(-1))
+            strides = ((4096 + gap) // 2, 64, 1) if gap else None
+            self.gpu.append(Numbers(gpu, (8, 32, 64), strides))
+            self.host.append(Bytes(host, (10, self.coding.coded_nbytes)))
+            self.host[-1].nbytes = 10 * self.coding.coded_nbytes
+            self.buffers.append((gpu, host))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("gap", [0, 64])
+def test_coded_blocks(device: kvswap.Device, codec: str, gap: int) -> None:
+    """There and back; again while the first copy runs, over the same tensors."""
+    rig = Coded(device, codec, gap)
+    transfers = [kvswap.copy_blocks(rig.gpu, rig.host, FROM, TO, codec=codec, device=device) for _ in range(2)]
+    back = kvswap.copy_blocks(rig.host, rig.gpu, TO, [7, 2, 4], codec=codec, device=device, layer_events=True)
+    for transfer in (*transfers, back):
+        transfer.wait(PATIENCE)
+    for values, (gpu, host) in zip(rig.values, rig.buffers, strict=True):
+        coded = rig.coding.encode(np.ascontiguousarray(values[FROM, :4096]))[0]
+        np.testing.assert_array_equal(host.get().reshape(10, -1)[TO], coded)
+        values[[7, 2, 4], :4096] = rig.coding.decode(coded)[0]
+        np.testing.assert_array_equal(gpu.get().reshape(values.shape), values)
+
+
+def test_coded_tensors_can_be_freed(device: kvswap.Device) -> None:
+    """No pool is left when the transfers have ended."""
+    rig = Coded(device, "exact")
+    kvswap.copy_blocks(rig.gpu, rig.host, FROM, TO, codec="exact", device=device).wait(PATIENCE)
+    gc.collect()
+    assert not [pool for pool in _copy._pools.values() if pool.ptr == rig.gpu[0].data_ptr()]
+    kvswap.Pool(device, rig.gpu[0].data_ptr(), 8, 4096)  # which could not be made over another one's bytes
+
+
+def test_a_coded_block_that_does_not_fit(device: kvswap.Device) -> None:
+    rig = Coded(device, "exact")
+    rig.values[1][0] = np.random.default_rng(5).integers(0, 256, 4096, np.uint8)
+    rig.buffers[1][0].put(rig.values[1].reshape(-1))
+    transfer = kvswap.copy_blocks(rig.gpu, rig.host, FROM, TO, codec="exact", device=device)
+    with pytest.raises(kvswap.Error, match="position 1 does not fit"):
+        transfer.wait(PATIENCE)
+    assert transfer.failed_positions.tolist() == [1]
+
+
+def test_what_codec_refuses(device: kvswap.Device) -> None:
+    rig = Coded(device, "exact")
+    one: Any = {"src_ids": FROM, "dst_ids": TO, "device": device}
+    for src, dst, more, why in (
+        (
+            rig.gpu,
+            rig.gpu[::-1],
+            {"codec": "exact"},
+            r"a block of dst\[0\] has 4096 bytes; one of src\[0\] is coded to",
+        ),
+        (rig.gpu, rig.host, {"dtype": "bf16"}, "dtype goes with codec"),
+        (
+            rig.gpu,
+            rig.host,
+            {"codec": "exact", "dtype": "int8"},
+            "codecs code bf16 and fp16: the GPU's tensors are int8",
+        ),
+        (rig.gpu, rig.host, {"codec": "zip"}, "the codec is zip"),
+        ([], [], {}, "src and dst have no tensors"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            kvswap.copy_blocks(src, dst, **one, **more)
+    kvswap.copy_blocks(rig.gpu, rig.host, FROM, TO, codec="exact", dtype="bf16", device=device).wait(PATIENCE)
+    raw = np.zeros((8, 4096), np.uint8)
+    with pytest.raises(ValueError, match="dtype= says what their bytes are"):
+        kvswap.copy_blocks(raw, raw.copy(), FROM, TO, codec="exact", device="host:0")
