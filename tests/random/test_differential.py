@@ -119,19 +119,22 @@ def fails(device: kvswap.Device) -> None:
         run(device, 1, seconds=200)
 
 
-def test_a_skipped_copy_is_found(own: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "action"), [("copy", "skip"), ("code", "spoil")])
+def test_a_skipped_copy_or_a_wrong_code_is_found(
+    own: kvswap.Device, kind: Any, action: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = World.__init__
 
-    def skipping(self: World, *args: Any, **options: Any) -> None:
+    def faulty(self: World, *args: Any, **options: Any) -> None:
         whole(self, *args, **options)
-        _C._set_fault(self.device, "copy", "skip", nth=40, every=40)
+        _C._set_fault(self.device, kind, action, nth=40, every=40)
         self.fault = lambda: None
 
-    monkeypatch.setattr(World, "__init__", skipping)
+    monkeypatch.setattr(World, "__init__", faulty)
     try:
         fails(own)
     finally:
-        _C._set_fault(own, "copy", "none")
+        _C._set_fault(own, kind, "none")
 
 
 @pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")

@@ -44,7 +44,6 @@ LEFT_OUT = {
     "Memory.__array_interface__": "the same",
     "memory.Mapped.__cuda_array_interface__": "the same",
     "memory.Mapped.__array_interface__": "the same",
-    "Pool.coding": "the program's pools are not coded: test_coded_pools.py",
     "memory.HostPool.torch": "needs torch; layer() is the same view",
     "memory.SharedPool.torch": "needs torch; layer() is the same view",
     "files.MissingKey": "raised, not called",

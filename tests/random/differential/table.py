@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from functools import lru_cache
 
-from differential import children, copies, hosts, pools, tiers  # noqa: F401  # they fill the table
+from differential import children, coded, copies, hosts, pools, tiers  # noqa: F401  # they fill the table
 from differential.frame import OPERATIONS, World
 
 
