@@ -32,11 +32,9 @@ class Page(NamedTuple):
             return False
 
 
-def token_by_token(nbytes: int, *sizes: int, kind: str) -> Page:
-    """Each token, or each head of a token, has its keys, then its values, of these sizes: or a single part."""
-    begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    fields = tuple(Field(at, size, kind) for at, size in zip(begins, sizes, strict=True) if size)
-    return Page(nbytes, fields, sum(sizes))
+def token_by_token(nbytes: int, keys: int, values: int, kind: str) -> Page:
+    """Each token, or each head of a token, has its keys, then its values, of so many bytes."""
+    return Page(nbytes, (Field(0, keys, kind), Field(keys, values, kind)), keys + values)
 
 
 def plain(nbytes: int, kind: str) -> Page:

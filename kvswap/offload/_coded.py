@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -264,8 +264,9 @@ class CodedMap:
     def _clear_failed_loads(self) -> None:
         """Blocks whose load failed are the model's again, which overwrites them: pools know of no write of its."""
         with self._lock:
-            ended = [load for load in self._loads if load[0].done()]
-            self._loads = [load for load in self._loads if load not in ended]
+            done = [load[0].done() for load in self._loads]
+            ended = list(compress(self._loads, done))
+            self._loads = [load for load, over in zip(self._loads, done, strict=True) if not over]
         for transfer, pools, ids in ended:
             if transfer.error is not None:
                 self._clear_failures(pools, ids)

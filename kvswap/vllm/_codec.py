@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from kvswap.codecs import Coding, Field
-from kvswap.codecs._pages import Page, kind_of, token_by_token
+from kvswap.codecs._pages import Page, kind_of, plain, token_by_token
 from kvswap.vllm._handler import codec_of, options_of
 
 _ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
@@ -56,12 +56,11 @@ def page_of(name: str, spec: Any) -> Page:
     if of is None:
         raise _refuse(name, f"keeps {spec.dtype}, which kvswap does not know")
     width = 4 if of == "fp32" else 2
-    sizes = [int(spec.head_size) * width]
-    if kind not in _MLA:
-        sizes.append(int(getattr(spec, "head_size_v", spec.head_size)) * width)
-    if _cell_of(spec, nbytes) != sum(sizes):
-        raise _refuse(name, f"has {nbytes} bytes a page, which are not keys and values of {sizes} bytes")
-    return token_by_token(nbytes, *sizes, kind=of)
+    values = 0 if kind in _MLA else getattr(spec, "head_size_v", spec.head_size)
+    k, v = int(spec.head_size) * width, int(values) * width
+    if _cell_of(spec, nbytes) != k + v:
+        raise _refuse(name, f"has {nbytes} bytes a page, which are not keys of {k} and values of {v} bytes")
+    return token_by_token(nbytes, k, v, of) if v else plain(nbytes, of)
 
 
 def _specs_of(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:

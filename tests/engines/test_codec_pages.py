@@ -56,7 +56,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         (lambda: vllm_page("layer", spec_of("ChunkedLocalAttentionSpec")), {"k": K, "v": K}),
         (lambda: vllm_page("layer", spec_of("CrossAttentionSpec")), {"k": K, "v": K}),
     ],
-    ("vLLM", "MLA in bf16 or fp16"): [(lambda: vllm_page("layer", latent()), {"k": 1152})],
+    ("vLLM", "MLA in bf16 or fp16"): [(lambda: vllm_page("layer", latent()), {"page": 16 * 1152})],
     ("vLLM", "MLA in `fp8_ds_mla`: rows of 656 bytes"): [
         (lambda: vllm_page("layer", latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=656)), {})
     ],

@@ -66,7 +66,7 @@ def latent(**values: Any) -> Spec:
         (spec_of("CrossAttentionSpec"), TOKEN, 512),
         (spec_of(FULL, head_size_v=64), (Field(0, 256, "bf16"), Field(256, 128, "bf16")), 384),
         (spec_of(FULL, dtype="torch.float16"), (Field(0, 256, "fp16"), Field(256, 256, "fp16")), 512),
-        (latent(), (Field(0, 1152, "bf16"),), 1152),
+        (latent(), (Field(0, TOKENS * 1152, "bf16"),), TOKENS * 1152),
         (
             latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=656),
             (Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16")),
@@ -92,7 +92,7 @@ def test_fields(spec: Spec, fields: tuple[Field, ...], pitch: int) -> None:
         (spec_of("HiddenStateCacheSpec"), "a HiddenStateCacheSpec, whose bytes kvswap does not know"),
         (spec_of("TQFullAttentionSpec"), "a TQFullAttentionSpec"),
         (spec_of(FULL, dtype="torch.float64"), "keeps torch.float64"),
-        (spec_of(FULL, row=300), "are not keys and values of \\[256, 256\\] bytes"),
+        (spec_of(FULL, row=300), "are not keys of 256 and values of 256 bytes"),
         (latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=584, model_version="deepseek_v4"), "656"),
     ],
 )

@@ -25,6 +25,8 @@ overlap-block-first;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--overlap --block-first -
 overlap-block-first-ranks;0.33.0;--overlap --block-first --async-scheduling $ranks
 codec;0.26.0 0.33.0;--codec exact --gpu-blocks 600
 codec-block-first;0.26.0 0.33.0;--codec exact --gpu-blocks 600 --block-first --overlap --async-scheduling
+codec-hybrid;0.26.0 0.33.0;--codec exact --gpu-blocks 1200 --hybrid
+codec-mla;0.26.0 0.33.0;--codec exact --gpu-blocks 600 --mla
 codec-overlap-ranks;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--codec exact --gpu-blocks 600 --overlap --async-scheduling $ranks
 hybrid;0.26.0 0.33.0;--hybrid
 mla;0.26.0;--mla

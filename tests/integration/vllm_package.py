@@ -676,7 +676,7 @@ def main() -> int:
         jobs, checked = (sum(stats[key] for stats in ends) for key in ("jobs", "checked"))
         if OPTIONS.simple:
             dropped_copy(Engine(Path(folder)), kvswap.Device(first["device"]))
-        elif OPTIONS.hybrid and not (OPTIONS.overlap or OPTIONS.async_scheduling):
+        elif OPTIONS.hybrid and not (OPTIONS.overlap or OPTIONS.async_scheduling or OPTIONS.codec):
             vllm_windows.scenario(lambda: Engine(Path(folder)), OPTIONS, say, prompt)
         if OPTIONS.overlap and OPTIONS.block_first and OPTIONS.ranks == 1 and not OPTIONS.codec:
             vllm_overlap.left_out_of_a_part(Engine(Path(folder)), OPTIONS, say, prompt)
