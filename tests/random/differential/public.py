@@ -44,6 +44,8 @@ LEFT_OUT = {
     "Memory.__array_interface__": "the same",
     "memory.Mapped.__cuda_array_interface__": "the same",
     "memory.Mapped.__array_interface__": "the same",
+    "files.Layout.codings": "of a store of coded blocks: test_files_coded.py",
+    "trtllm.KVCacheBlockPool.secondary_nbytes": "of coded blocks: test_transfer_manager.py",
     "memory.HostPool.torch": "needs torch; layer() is the same view",
     "memory.SharedPool.torch": "needs torch; layer() is the same view",
     "files.MissingKey": "raised, not called",
