@@ -46,6 +46,9 @@ struct kvs_move {
   const struct kvs_part *parts; /* NULL: whole blocks, pair i is layer i */
   size_t nparts;
   struct kvs_ids src_ids, dst_ids;
+  /* Of blocks that are coded on the way, and hold fewer tokens than they could: bytes of each page that count. Those
+   * behind are coded as zeros, so that what stands there by chance neither matters nor is kept. 0: all. */
+  uint64_t valid_nbytes;
 };
 
 /* One access of a race. Unknown texts are empty. */

@@ -455,6 +455,7 @@ def move_blocks(
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
     gpu_order: GpuOrder = "pool",
+    valid_nbytes: int | None = None,
 ) -> Transfer: ...
 def note_access(
     stream: StreamLike, pool: Pool, slots: Ids, write: bool, *, offset: int = 0, nbytes: int | None = None

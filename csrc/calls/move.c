@@ -724,6 +724,11 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->positions = call->positions;
   if (call->codings) work->codings = call->room->codings;
   if (call->codings) work->coded_pool = coded_pool(call->move)->name;
+  work->valid_nbytes = call->move->valid_nbytes ? call->move->valid_nbytes : UINT64_MAX;
+  if (call->move->valid_nbytes && (!call->codings || work->direction != KVS_D2H))
+    return kvs_fail(err, KVS_INVALID,
+                    "valid_nbytes is %" PRIu64 ", which is for blocks that are coded on the way to the host",
+                    call->move->valid_nbytes);
   status = kvs_check_layer_options(options, work->nlayers, err);
   return status ? status : find_shape(call, work, options, err);
 }

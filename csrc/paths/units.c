@@ -208,7 +208,7 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
   struct kvs_code_params params = {.units = *units,
                                    .table = coding->units,
                                    .verdicts = (uint64_t)(uintptr_t)(s->transfer->verdicts->words + first_pair),
-                                   .valid_nbytes = UINT64_MAX,
+                                   .valid_nbytes = s->work->valid_nbytes,
                                    .by_src = s->work->direction == KVS_H2D};
   params.units.parts = (uint32_t)coding->coding->nunits;
   params.count = (uint64_t)units->nrows * params.units.parts * npairs;

@@ -12,9 +12,9 @@ enum { SRC, DST, SRC_IDS, DST_IDS, PARTS, MOVE };
 enum { FEW = 8 }; /* pairs whose pointers need no allocation */
 
 static const char *const names[] = {
-    "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES, "gpu_order",
+    "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES, "gpu_order", "valid_nbytes",
 };
-enum { GPU_ORDER = MOVE + KVS_PY_COMMON + KVS_PY_LAYERED, ARGUMENTS };
+enum { GPU_ORDER = MOVE + KVS_PY_COMMON + KVS_PY_LAYERED, VALID_NBYTES, ARGUMENTS };
 static const char *const gpu_orders[] = {"pool", "stream"};
 
 struct move_args {
@@ -146,6 +146,13 @@ static int read_gpu_order(struct move_args *call, PyObject *value) {
   return 0;
 }
 
+static int read_valid(struct move_args *call, PyObject *value) {
+  uint64_t *nbytes = &call->move.valid_nbytes;
+  if (!kvs_py_given(value)) return 0;
+  if (kvs_py_uint64(value, "valid_nbytes", -1, nbytes) < 0) return -1;
+  return *nbytes ? 0 : kvs_py_complain(PyExc_ValueError, "valid_nbytes", -1, "is 0: must be at least 1, or None");
+}
+
 static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"move_blocks", names, 4, 4, ARGUMENTS};
   PyObject *values[ARGUMENTS], *result = NULL;
@@ -156,7 +163,7 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   PyObject *range = kvs_py_trace_begin(call.state, spec.function);
   if (kvs_py_options_check(options) == 0 && read_pools(&call, values) == 0 && read_lists(&call, values) == 0 &&
-      read_gpu_order(&call, values[GPU_ORDER]) == 0) {
+      read_gpu_order(&call, values[GPU_ORDER]) == 0 && read_valid(&call, values[VALID_NBYTES]) == 0) {
     struct kvs_engine *engine = kvs_pool_engine(call.move.src[0]);
     int ids = call.on_device;
     if (kvs_py_options_read(call.state, engine, layers_of(&call.move), options) == 0 &&
@@ -171,7 +178,8 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
 PyDoc_STRVAR(
     move_blocks_doc,
     "move_blocks($module, /, src, dst, src_ids, dst_ids, *, parts=None, layer_events=False, after_layers=None, "
-    "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None, gpu_order='pool')\n--\n\n"
+    "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None, gpu_order='pool', "
+    "valid_nbytes=None)\n--\n\n"
     "Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.\n"
     "\n"
     "The transfer starts after the transfers between pools, on any lane, that write its source slots, and that read\n"
@@ -191,7 +199,9 @@ PyDoc_STRVAR(
     "  block to move. Columns: pair, layer, offset, rows, row_nbytes, row_pitch: `rows` rows of row_nbytes bytes,\n"
     "  row_pitch bytes apart, the first at offset. Offsets count the block's own bytes, 0 to block_nbytes, row by "
     "row.\n"
-    "  Layers count from 0 without gaps; the parts of a pair ascend in the block and do not overlap.\n" KVS_PY_LAYER_DOC
+    "  Layers count from 0 without gaps; the parts of a pair ascend in the block and do not overlap.\n"
+    "valid_nbytes: of blocks that are coded on the way and hold fewer tokens than they could: the bytes of each page\n"
+    "  that count. Those behind are coded as zeros, whatever stands there.\n" KVS_PY_LAYER_DOC
         KVS_PY_ORDER_DOC KVS_PY_PATH_DOC "\nThe pools are held until the transfer ends.\n" KVS_PY_CHECKED_DOC);
 
 PyMethodDef kvs_py_move_methods[] = {

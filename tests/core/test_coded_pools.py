@@ -556,3 +556,30 @@ def test_bytes_on_the_link_are_counted(device: kvswap.Device) -> None:
     assert [new - old for new, old in zip(counted("h2d"), before, strict=True)] == [
         5 * tiers.coding.block_nbytes, 5 * tiers.coding.coded_nbytes
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("valid", [2, 1000, 1026, PAGE])
+def test_blocks_with_fewer_tokens(device: kvswap.Device, codec: str, path: Any, valid: int) -> None:
+    """What stands behind the valid bytes neither matters nor is kept, even where it could not be coded."""
+    tiers = Tiers(device, coding_of(codec))
+    before = tiers.blocks().reshape(GPU_BLOCKS, LAYERS, PAGE)
+    pages = before.copy()
+    pages[:, :, valid:] = np.random.default_rng(5).integers(0, 256, pages[:, :, valid:].shape, np.uint8)
+    tiers.put(pages.transpose(1, 0, 2))
+    tiers.store(range(6), range(6), path=path, valid_nbytes=valid).wait(PATIENCE)
+    coded, verdicts = tiers.coding.encode(before[:6].reshape(6, -1), valid_nbytes=valid)
+    assert not verdicts.any()
+    np.testing.assert_array_equal(tiers.coded()[:6], coded)
+
+
+def test_valid_bytes_of_blocks_that_are_not_coded(device: kvswap.Device) -> None:
+    tiers = Tiers(device, coding_of("exact"))
+    tiers.store([1], [1]).wait(PATIENCE)
+    with pytest.raises(
+        ValueError, match="valid_nbytes is 64, which is for blocks that are coded on the way to the host"
+    ):
+        tiers.load([1], [1], valid_nbytes=64)
+    with pytest.raises(ValueError, match="valid_nbytes is 0: must be at least 1, or None"):
+        tiers.store([1], [1], valid_nbytes=0)
