@@ -162,6 +162,7 @@ class CodedMap:
                 memory: Any = _Memory(ptr, hold)
                 pools.append(_C.Pool(device, memory, blocks, nbytes, stride=stride, group=group, coding=how))
         self._stream = _C.Stream(device)  # carries no work
+        self._last: dict[int, _C.Transfer] = {}  # of each lane
         self._lock = threading.Lock()
         self._loads: list[tuple[_C.Transfer, list[_C.Pool], _Ids]] = []  # not known to have ended; guarded by _lock
 
@@ -245,12 +246,14 @@ class CodedMap:
         gpu, cpu = [self._gpu[i] for i in tensors], [self._cpu[i] for i in tensors]
         parts = self._parts(tensors) if options["layer_events"] else None
         if direction == 0:
-            return _C.move_blocks(gpu, cpu, blocks.gpu, blocks.cpu, parts=parts, **options)
-        if not self._layout.remember_failures:
-            self._clear_failures(cpu, blocks.cpu)  # another writer may have written there since
-        transfer = _C.move_blocks(cpu, gpu, blocks.cpu, blocks.gpu, parts=parts, **options)
-        with self._lock:
-            self._loads.append((transfer, gpu, blocks.gpu))
+            transfer = _C.move_blocks(gpu, cpu, blocks.gpu, blocks.cpu, parts=parts, **options)
+        else:
+            if not self._layout.remember_failures:
+                self._clear_failures(cpu, blocks.cpu)  # another writer may have written there since
+            transfer = _C.move_blocks(cpu, gpu, blocks.cpu, blocks.gpu, parts=parts, **options)
+            with self._lock:
+                self._loads.append((transfer, gpu, blocks.gpu))
+        self._last[transfer.lane] = transfer
         return transfer
 
     def _parts(self, tensors: Sequence[int]) -> list[tuple[int, int, int, int, int, int]]:
@@ -272,8 +275,13 @@ class CodedMap:
                 self._clear_failures(pools, ids)
 
     def _clear_failures(self, pools: Sequence[_C.Pool], slots: _Ids) -> None:
+        """Work that kvswap does not know has written these slots. It came after the transfers of them, which had
+        ended, and before those that are submitted from now on; so the race checker is told."""
+        for transfer in list(self._last.values()):
+            _C.note_order(transfer, self._stream)
         for pool in pools:
             _C.note_access(self._stream, pool, slots, True)
+        _C.note_order(self._stream, None)
 
     def not_stored(
         self, transfers: Sequence[_C.Transfer], group_sizes: Sequence[int], block_indices: Sequence[int]

@@ -221,6 +221,19 @@ def test_another_writer_makes_good_what_was_not_stored(make: Any) -> None:
         cache.close()
 
 
+@pytest.mark.parametrize("remember", [True, False])
+def test_the_race_checker_finds_nothing(make: Any, remember: bool) -> None:
+    """Blocks that do not fit are stored and loaded again and again, over the same slots."""
+    cache, good = make(2, remember_failures=remember), bf16((PAGE,), 5)
+    with testing.race_checker():
+        for i in range(4):
+            cache.gpu[0][5] = good if i % 2 else unfit()
+            cache.submit(cache.store, [*range(8), 20, 21], [9, 8, 7, 6, 5], [8, 2], [0, 0])
+            cache.submit(cache.load, [30, 31, 32, 33], [7, 8], [4, 0], [0, 0])
+            assert cache.finish(cache.store)[0].not_stored == ({} if i % 2 else {2: "codec"})
+            assert cache.finish(cache.load)[0].success == bool(i % 2)
+
+
 def test_a_device_that_fails_fails_the_job(make: Any, device: kvswap.Device) -> None:
     cache = make(2)
     with testing.fault(device, "call", "fail", operation="launch", every=1):
