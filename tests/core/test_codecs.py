@@ -171,6 +171,7 @@ def test_encoding_runs_beside_python() -> None:
     )
 
 
+@pytest.mark.not_sanitized("compiles a program, which has sanitizers of its own or none")
 @pytest.mark.slow
 def test_the_cuda_code_on_the_cpu(tmp_path: Path) -> None:
     """The kernels' own text, compiled as C++, its threads in a random order: the bytes of the C code."""

@@ -162,6 +162,7 @@ def test_a_refused_gap_changes_nothing(direction: int, form: str) -> None:
         assert sides.run(work, path=path).path == path
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 @pytest.mark.parametrize("environment", [{"KVSWAP_DISABLE": "gaps"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
 def test_where_there_are_none(environment: dict[str, str]) -> None:
     """Because they are not wanted, and where one hardware queue makes them useless."""

@@ -242,6 +242,7 @@ def run(directory, model, seed, seconds, span, limit, log=None):
 """
 
 
+@pytest.mark.not_sanitized("processes that are killed, for seconds: what they run, other tests run under sanitizers")
 def test_engines_that_come_and_go_at_random(tmp_path: Path) -> None:
     """Of three models, killed now and then; every byte is compared, and the directory stays within its limit and a
     segment a writer."""
@@ -497,6 +498,7 @@ def test_writers_of_another_bound_are_not_reclaimed(tmp_path: Path) -> None:
 # -- crashes and full disks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_sanitized("processes that are killed, for seconds: what they run, other tests run under sanitizers")
 def test_killed_while_reclaiming(tmp_path: Path) -> None:
     """At any step: the next engine goes on, and what is left has its bytes."""
     for turn in range(6):

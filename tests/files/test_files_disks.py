@@ -238,6 +238,7 @@ def test_pools_of_a_device(tmp_path: Path) -> None:
         np.testing.assert_array_equal(view[20:], blocks)
 
 
+@pytest.mark.not_sanitized("processes that are killed, for seconds: what they run, other tests run under sanitizers")
 def test_killed_at_any_point(tmp_path: Path) -> None:
     """An odd seed has two directories (tests/random/kill_files.py); thousands of points take `... 1 3000 600`."""
     program = ROOT / "tests" / "random" / "kill_files.py"

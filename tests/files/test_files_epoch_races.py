@@ -125,6 +125,7 @@ def serve(folder: str, engine: str, is_shared: bool, number: int, seed: int, sha
         raise
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 @pytest.mark.parametrize(("engine", "shared"), [("threads", False), ("threads", True), ("io_uring", True)])
 def test_no_block_of_an_older_epoch_is_served(tmp_path: Path, engine: str, shared: bool) -> None:
     """Engines are stopped across some of the clears, and go on where they were."""

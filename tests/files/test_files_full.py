@@ -246,6 +246,7 @@ def test_notices_that_are_cut_beneath_their_readers_and_writer(tmp_path: Path, w
         until(lambda: path.exists() and path.stat().st_size > 2_000_000)
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_what_disks_do(tmp_path: Path) -> None:
     """A short run of tests/random/disk_life.py; 3,000 openings take three minutes."""
     if os.geteuid():

@@ -333,6 +333,7 @@ def test_calls_beside_close(tmp_path: Path) -> None:
             thread.join()
 
 
+@pytest.mark.not_sanitized("processes that are killed, for seconds: what they run, other tests run under sanitizers")
 def test_killed_at_any_point(tmp_path: Path) -> None:
     """Two writers, two readers; thousands of points take `python tests/random/kill_shared.py DIR 1 3000 900`."""
     program = ROOT / "tests" / "random" / "kill_shared.py"

@@ -668,6 +668,7 @@ def arenas() -> list[str]:
     return sorted(found, key=int)
 
 
+@pytest.mark.not_sanitized("processes that are killed, for seconds: what they run, other tests run under sanitizers")
 @pytest.mark.slow
 def test_processes_that_are_killed_in_the_middle(device: kvswap.Device, buffer: Buffer, device_name: str) -> None:
     """Whenever an opener dies, its owner goes on, and the next one opens the right bytes."""

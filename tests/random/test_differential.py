@@ -93,6 +93,7 @@ def test_operations_call_what_they_say() -> None:
     assert missing == []
 
 
+@pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
 def test_a_round_is_the_same_again() -> None:
     """Seed and round decide what is done."""
     first, second = (program("--seed", "5", "--round", "3").stdout.splitlines() for _ in range(2))
