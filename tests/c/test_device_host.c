@@ -752,7 +752,7 @@ static void test_copy_kernel(void) {
 
 static void run_pattern(struct kvs_device *device, enum kvs_pattern_mode mode, const struct kvs_pattern_item *items,
                         size_t nitems, struct kvs_pattern_result *result, unsigned grid) {
-  struct kvs_pattern_params params = {address(items), nitems, address(result), mode};
+  struct kvs_pattern_params params = {address(items), nitems, address(result), mode, KVS_PATTERN_BYTES};
   struct kvs_launch launch = {KVS_KERNEL_PATTERN, grid, 128, 0, &params, sizeof params};
   *result = (struct kvs_pattern_result){0, UINT64_MAX};
   OK(kvs_dev_launch(device, &launch, 0, &err));

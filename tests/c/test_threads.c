@@ -376,7 +376,7 @@ static void pattern(struct user *user) {
   struct kvs_pattern_item item = {.ptr = (uintptr_t)memory, .nbytes = 8 * words, .key = below(user, 1000)};
   for (int check = 0; check < 2; check++) {
     enum kvs_pattern_mode mode = check ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE;
-    if (!EXPECT(kvs_pattern_submit(user->engine, mode, &item, 1, user->stream, &job, &err))) break;
+    if (!EXPECT(kvs_pattern_submit(user->engine, mode, KVS_PATTERN_BYTES, &item, 1, user->stream, &job, &err))) break;
     (void)kvs_pattern_done(job);
     if (EXPECT(kvs_pattern_wait(job, PATIENCE, &result, &err)) && result.wrong) user->wrong++;
     kvs_pattern_free(job);

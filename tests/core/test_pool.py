@@ -764,7 +764,7 @@ def test_faults_of_hazards(device: kvswap.Device) -> None:
         _C._set_fault(device, "hazard", "skip")
     with pytest.raises(ValueError, match="operation is 'rar': must be one of 'raw', 'war', 'waw'"):
         _C._set_fault(device, "hazard", "skip", operation="rar")
-    with pytest.raises(ValueError, match="kind is 'x': must be one of 'call', 'copy', 'hazard'"):
+    with pytest.raises(ValueError, match="kind is 'x': must be one of 'call', 'copy', 'code', 'hazard'"):
         _C._set_fault(device, "x", "none")
 
 
