@@ -14,6 +14,7 @@ from .parser import EXIT_OK, Commands, Parser, add_json, add_names, add_plot, po
 if TYPE_CHECKING:
     from kvswap.codecs.measure import Report
 
+_TOKENS, _MOST_TOKENS = 16384, 1 << 20  # of synthetic keys
 _CODECS = ("exact", "mxfp8", "fp4")
 _COLOURS = {"exact": "#2a7f62", "mxfp8": "#e0b050", "fp4": "#c0504d"}
 
@@ -34,7 +35,11 @@ def add(commands: Commands[Parser]) -> None:
     )
     parser.add_argument("--block", type=positive, default=16, metavar="N", help="tokens of a block (default 16)")
     parser.add_argument(
-        "--length", type=positive, action="append", metavar="N", help="tokens that attention reads; several times"
+        "--length",
+        type=positive,
+        action="append",
+        metavar="N",
+        help="tokens that attention reads; several times (default 1024, 4096, ... 131072 of those that there are)",
     )
     parser.add_argument(
         "--outliers", type=positive, default=1, metavar="N", help="synthetic: a key channel in 32 is N times as large"
@@ -54,7 +59,8 @@ def _run(args: argparse.Namespace) -> int:
     lengths = args.length or measure.LENGTHS
     with document(args, "codec") as out:
         try:
-            data = measure.read(args.file) if args.file else measure.synthetic(args.outliers, min(4096, max(lengths)))
+            made = min(_MOST_TOKENS, max(args.length)) if args.length else _TOKENS
+            data = measure.read(args.file) if args.file else measure.synthetic(args.outliers, made)
             reports = measure.measure(data, args.codec or _CODECS, tokens=args.block, lengths=lengths)
         except OSError as error:
             raise UsageError(of_system(error)) from None
