@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -79,6 +78,8 @@ class Coding:
     @classmethod
     def parse(cls, text: str) -> Coding:
         """The coding of that text. ValueError: it is none, or of a codec's version that this kvswap does not have."""
+        import json  # not with kvswap itself
+
         try:
             of = json.loads(text)
             fields = [(*field[:3], None if field[3] == "raw" else field[3]) for field in of["fields"]]
