@@ -154,7 +154,7 @@ def fault(
     block ends. The nth occurrence is hit (by default the first, or with `every` the every-th), then each `every`-th
     after it; with every=0 only that one.
 
-    kind "code" counts the units of blocks that are coded (kvswap.codecs): "spoil" makes a byte of one wrong, in
+    kind "code" counts the units of blocks that are coded (kvswap.codecs): "spoil" makes four bytes of one wrong, in
     silence. Copies of coded blocks are not planned copies.
 
     kind "hazard" with "skip" leaves out the waits between transfers of pools that one kind of hazard, `operation`, is

@@ -12,7 +12,7 @@ enum kvs_fault_action {
   KVS_FAULT_SKIP,  /* COPY: that copy is silently skipped */
   KVS_FAULT_LOSE,  /* CALL: the device is lost with `code` */
   KVS_FAULT_DELAY, /* CALL: the call returns `delay_ns` later, or when a fault is set or removed */
-  KVS_FAULT_SPOIL, /* CODE: a byte of that coded unit is wrong */
+  KVS_FAULT_SPOIL, /* CODE: four bytes of that coded unit are wrong */
 };
 struct kvs_fault {
   enum kvs_fault_action action;

@@ -43,7 +43,5 @@ void kvs_twin_code(const struct kvs_code_params *params, unsigned cta, unsigned 
     _Atomic uint32_t *word = (_Atomic uint32_t *)(uintptr_t)(params->verdicts + 4 * item.block);
     uint32_t worst = atomic_load(word);
     while (verdict > worst && !atomic_compare_exchange_weak(word, &worst, verdict)) continue;
-    if (index == params->spoilt && !params->by_src)
-      ++*((uint8_t *)(uintptr_t)item.pages.dst + item.unit.coded + KVS_UNIT_HEAD);
   }
 }

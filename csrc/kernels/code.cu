@@ -4,18 +4,6 @@
 #include "codecs/unit.cuh"
 #include "units.cuh"
 
-/* A fault that tests inject: a coder that is wrong once. */
-static __device__ __noinline__ void spoil(const struct kvs_code_params &params) {
-  const struct kvs_units &units = params.units;
-  const uint64_t line = params.spoilt / units.parts, block = line / units.nrows;
-  const struct kvs_unit *unit = (const struct kvs_unit *)params.table + params.spoilt % units.parts;
-  const struct kvs_row row = row_at(units, (uint32_t)(line % units.nrows));
-  const struct kvs_pair pair = units.pairs ? pair_at(units.pairs, block) : params.inline_pairs[block];
-  if (pair.dst == KVS_BAD_SLOT || params.by_src) return;
-  uint8_t *coded = (uint8_t *)kvs_code_pages(&params, &row, &pair, block).dst + unit->coded;
-  coded[KVS_UNIT_HEAD]++;
-}
-
 extern "C" __global__ void __launch_bounds__(CODE_THREADS, 2)
     kvs_kernel_code(const __grid_constant__ struct kvs_code_params params) {
   __shared__ struct code_shared shared;
@@ -34,6 +22,5 @@ extern "C" __global__ void __launch_bounds__(CODE_THREADS, 2)
                        : decode_unit(unit, pages.src, pages.dst);
     if (threadIdx.x == 0 && verdict != KVS_UNIT_GOOD) atomicMax((unsigned *)params.verdicts + block, (unsigned)verdict);
     __syncthreads(); /* the next unit uses `shared` again */
-    if (threadIdx.x == 0 && index == params.spoilt) spoil(params);
   }
 }

@@ -107,7 +107,6 @@ struct kvs_code_params {
   uint64_t verdicts; /* address of a 32-bit word a pair, initially 0: the worst enum kvs_unit_verdict of its units */
   uint64_t count;    /* pairs * nrows * parts */
   uint64_t valid_nbytes; /* of a page, when encoding: bytes behind are read as zeros */
-  uint64_t spoilt;       /* for tests: the unit that is coded wrong; UINT64_MAX: none */
   uint32_t by_src;       /* 1: decode */
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
 };

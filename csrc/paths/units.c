@@ -200,6 +200,19 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
   return kvs_dev_launch(s->device, &launch, stream, why);
 }
 
+/* A fault that tests inject, a coder that is wrong: a unit's first bytes become those of its head. */
+static int spoil(struct kvs_submission *s, const struct kvs_code_params *params, size_t first_row, size_t first_pair,
+                 kvs_stream stream, struct kvs_error *why) {
+  const uint64_t index = kvs_dev_fault_units(s->device, params->count);
+  if (index == UINT64_MAX) return KVS_OK;
+  const uint64_t line = index / params->units.parts, block = line / params->units.nrows;
+  const struct kvs_row *row = &s->work->scratch->rows.items[first_row + line % params->units.nrows];
+  const struct kvs_unit *unit = &s->work->codings[row->coding].coding->units[index % params->units.parts];
+  const struct kvs_pair *pair = &s->work->scratch->packing.pairs[first_pair + block];
+  const uint64_t head = kvs_code_pages(params, row, pair, block).dst + unit->coded;
+  return kvs_dev_copy(s->device, head + KVS_UNIT_HEAD, head, 4, stream, why);
+}
+
 /* Rows of one coding. */
 static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *units, size_t npairs, size_t first_row,
                            size_t first_pair, unsigned ctas, kvs_stream stream, struct kvs_error *why) {
@@ -212,14 +225,14 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
                                    .by_src = s->work->direction == KVS_H2D};
   params.units.parts = (uint32_t)coding->coding->nunits;
   params.count = (uint64_t)units->nrows * params.units.parts * npairs;
-  params.spoilt = kvs_dev_fault_units(s->device, params.by_src ? 0 : params.count);
   struct kvs_launch launch = {.kernel = KVS_KERNEL_CODE,
                               .grid = least(ctas, params.count),
                               .threads = THREADS,
                               .params = &params,
                               .params_nbytes = sizeof params};
   if (!units->pairs) memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
-  return kvs_dev_launch(s->device, &launch, stream, why);
+  int status = kvs_dev_launch(s->device, &launch, stream, why);
+  return status || params.by_src ? status : spoil(s, &params, first_row, first_pair, stream, why);
 }
 
 int kvs_launch_code(struct kvs_submission *s, const struct kvs_units *units, size_t first_row, size_t first_pair,

@@ -257,8 +257,7 @@ class Replay:
     def _load(self, admission: Admission) -> _Move | None:
         if not len(admission.loads):
             return None
-        filling = self._unfinished(self._host_filled_by, admission.load_from)
-        after = [transfer for move in filling for transfer in move.transfers]
+        after = self._after(self._host_filled_by, admission.load_from)
         move = self._submit(_H2D, admission.slots[admission.loads], admission.load_from, after)
         self._host_read_by[admission.load_from] = move.number
         return move
@@ -336,7 +335,7 @@ class Replay:
         if self._files is None or not len(admission.file_loads):
             return []
         slots = admission.slots[admission.file_loads]
-        reading = [t for move in self._unfinished(self._gpu_read_by, slots) for t in move.transfers]
+        reading = self._after(self._gpu_read_by, slots)
         return self._files.load(admission.hashes[admission.file_loads], slots, reading)
 
     def _store_to_files(self, admission: Admission) -> None:
@@ -349,11 +348,7 @@ class Replay:
                 transfer.wait(self._settings.wait_limit)
         if len(admission.file_stores):
             slots = given_up.slots[admission.file_stores]
-            moves = self._unfinished(self._host_filled_by, slots)
-            if any(len(move.misfits) for move in moves):  # a file store does not start after a move that failed
-                self._stores.wait_through(moves[-1])
-                moves = []
-            filling = [t for move in moves for t in move.transfers]
+            filling = self._after(self._host_filled_by, slots)
             stores = self._files.store(given_up.hashes[admission.file_stores], slots, filling)
             self._end_files(stores, self.report.file_stores)
 
@@ -501,6 +496,14 @@ class Replay:
                 if not len(lane):
                     raise
                 lane.wait_oldest()
+
+    def _after(self, table: NDArray[np.int64], slots: Slots) -> list[_C.Transfer]:
+        """What work on these slots starts after. Moves with misfits are waited for: nothing starts after a failure."""
+        moves = self._unfinished(table, slots)
+        for move in moves:
+            if len(move.misfits):
+                self._stores.wait_through(move)
+        return [transfer for move in moves if not len(move.misfits) for transfer in move.transfers]
 
     def _unfinished(self, table: NDArray[np.int64], slots: Slots) -> list[_Move]:
         """The moves that use these slots and are not known to have ended."""

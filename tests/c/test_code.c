@@ -54,7 +54,7 @@ static struct grid make_grid(struct kvs_device *device, uint64_t *random, const 
   g.params.table = address(units);
   g.params.verdicts = address(g.verdicts);
   g.params.count = (uint64_t)PAIRS * LAYERS * g.coding->nunits;
-  g.params.valid_nbytes = g.params.spoilt = UINT64_MAX;
+  g.params.valid_nbytes = UINT64_MAX;
   g.params.by_src = decode;
   return g;
 }

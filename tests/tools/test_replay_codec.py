@@ -119,7 +119,7 @@ def test_a_coder_that_is_wrong_once(device: _C.Device, codec: str, path: Any) ->
     options = settings(SHAPE, codec=codec, path=path)
     with (
         testing.fault(device, "code", "spoil", nth=40),
-        pytest.raises(_C.Error, match=r"WRONG BYTES: .* [1-4] wrong bytes"),
+        pytest.raises(_C.Error, match=r"WRONG BYTES"),
     ):
         replayed(device, options)
 
