@@ -13,6 +13,7 @@ import numpy as np
 
 from kvswap import _C
 from kvswap.codecs import Coding, Field
+from kvswap.codecs._pages import kind_of, name_of
 from kvswap.typing import After, AfterItem, DeviceLike, GpuIds, Path, Priority, StreamLike, Tensor
 
 
@@ -147,16 +148,15 @@ def _side(side: Any, ids: GpuIds, name: str) -> _Side:
 
 # -- blocks that are coded on the way ---------------------------------------------------------------------------------
 
-_KINDS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16"}
 _pools_lock = threading.Lock()
 _pools: WeakValueDictionary[tuple[Any, ...], _C.Pool] = WeakValueDictionary()  # guarded by _pools_lock
 
 
 def _kind(tensor: Any, dtype: Any) -> str:
     given = getattr(tensor, "dtype", None) if dtype is None else dtype
-    name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
-    kind = _KINDS.get(name.lower().removeprefix("torch.").removeprefix("jax."))
-    if kind is None:
+    kind = kind_of(given)
+    if kind not in ("bf16", "fp16"):
+        name = name_of(given)
         raise ValueError(f"codecs code bf16 and fp16: the GPU's tensors are {name}; dtype= says what their bytes are")
     return kind
 

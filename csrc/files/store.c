@@ -165,15 +165,6 @@ static void free_roots(struct kvs_file_store *store) {
   free(store->peers);
 }
 
-/* New writers, and the directories themselves, are looked for by path: a later chdir() must change nothing. */
-static char *absolute_path(const char *path) {
-  char *here = path[0] == '/' ? NULL : getcwd(NULL, 0), *whole;
-  if (!here) return strdup(path);
-  if (asprintf(&whole, "%s/%s", here, path) < 0) whole = NULL;
-  free(here);
-  return whole;
-}
-
 static bool make_roots(struct kvs_file_store *store, const struct kvs_file_settings *settings) {
   const bool none = settings->shared && settings->readonly; /* the blocks are those of the peers */
   store->nroots = none ? 0 : 1 + (unsigned)settings->nmore;
@@ -182,7 +173,7 @@ static bool make_roots(struct kvs_file_store *store, const struct kvs_file_setti
   if (!store->roots) store->nroots = 0;
   for (unsigned i = 0; i < store->nroots; i++) {
     store->roots[i] = (struct kvs_file_root){.folder = -1, .state = -1};
-    char *path = absolute_path(i ? settings->more[i - 1] : settings->directory);
+    char *path = kvs_file_absolute_path(i ? settings->more[i - 1] : settings->directory);
     store->roots[i].path = path ? realloc(path, strlen(path) + 32) : NULL; /* and a writer's name */
     if (!store->roots[i].path) free(path);
     if (!store->roots[i].path) return false;

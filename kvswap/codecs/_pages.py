@@ -42,11 +42,21 @@ def plain(nbytes: int, kind: str) -> Page:
     return Page(nbytes, () if kind == "raw" else (Field(0, nbytes, kind),), nbytes if kind != "raw" else 0)
 
 
-_KINDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_KINDS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("float32", "float"), "fp32"),
+}
 _BYTES = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def name_of(dtype: object) -> str:
+    """Of a torch, NumPy or JAX type, or a name."""
+    name = next((getattr(dtype, word) for word in ("name", "__name__") if hasattr(dtype, word)), dtype)
+    return str(name).lower().removeprefix("torch.").removeprefix("jax.")
 
 
 def kind_of(dtype: object) -> str | None:
     """The kind of a torch or NumPy type, or of its name. "raw": bytes that no codec codes. None: not known."""
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.").lower()
+    name = name_of(dtype)
     return "raw" if name in _BYTES else _KINDS.get(name)

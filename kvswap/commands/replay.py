@@ -215,10 +215,9 @@ def _check(args: argparse.Namespace) -> None:
         if (kind == "copy" and args.codec is not None) or (kind == "code" and args.codec is None):
             raise UsageError(f"--fault {args.fault} would never happen: coded blocks have faults of kind code")
     if args.codec is not None:
-        from kvswap.codecs import CODECS
+        from kvswap.replay.settings import check_codec
 
-        if args.codec not in CODECS:
-            raise UsageError(f"--codec {args.codec}: there are {', '.join(CODECS)}")
+        check_codec(args.codec)
         if getattr(args, "dtype_bytes", 2) != 2:
             raise UsageError(f"--codec {args.codec} codes bf16: --dtype-bytes {args.dtype_bytes} is another type")
     if (args.file_tier is None) != (args.file_blocks is None):

@@ -307,20 +307,20 @@ class Replay:
         blocks = Blocks("host", admission.host_given_up.hashes, slots)
         what = f"request {admission.request}, which took the slot over"
         loads: list[_C.Transfer] = []
-        checks = [self._check_host(part, self._scrub, what, loads) for part in self._host_parts(blocks)]
+        checks = [self._check(part, self._scrub, what, loads) for part in self._parts(blocks)]
         self._scrubs.append(_Scrub(checks, loads, self._checker.poison("host", slots, self._scrub)))
         self.report.poisoned["host"] += len(slots)
 
-    def _host_parts(self, blocks: Blocks) -> list[Blocks]:
+    def _parts(self, blocks: Blocks) -> list[Blocks]:
         """What can be checked at once: coded blocks are decoded into scratch slots."""
         step = self._memory.scratch
-        if not step:
+        if blocks.tier == "gpu" or not step:
             return self._checker.parts(blocks)
         return [blocks.part(start, start + step) for start in range(0, len(blocks.slots), step)]
 
-    def _check_host(self, blocks: Blocks, stream: _C.Stream, what: str, loads: list[_C.Transfer]) -> Check:
-        """Check blocks of the host tier in place, or where they are coded in scratch slots of the GPU."""
-        if not self._memory.scratch:
+    def _check(self, blocks: Blocks, stream: _C.Stream, what: str, loads: list[_C.Transfer]) -> Check:
+        """Check blocks in place, or where they are coded in scratch slots of the GPU: behind `loads`."""
+        if blocks.tier == "gpu" or not self._memory.scratch:
             return self._checker.check(blocks, stream, what)
         scratch = self._settings.sizes.gpu_blocks + np.arange(len(blocks.slots))
         for memory in self._memory.groups:
@@ -415,12 +415,9 @@ class Replay:
         """Check every block that any tier holds, in place."""
         for tier, table in (("gpu", self._tiers.gpu), ("host", self._tiers.host)):
             blocks = Blocks(tier, *table.residents())
-            for part in self._host_parts(blocks) if tier == "host" else self._checker.parts(blocks):
-                what, loads = f"the final sweep of the {tier} tier", list[_C.Transfer]()
-                if tier == "host":
-                    check = self._check_host(part, self._compute, what, loads)
-                else:
-                    check = self._checker.check(part, self._compute, what)
+            for part in self._parts(blocks):
+                loads: list[_C.Transfer] = []
+                check = self._check(part, self._compute, f"the final sweep of the {tier} tier", loads)
                 for load in loads:  # first: a failed load explains wrong bytes
                     load.wait(self._settings.wait_limit)
                 self._checker.result(check, self._settings.wait_limit)

@@ -59,8 +59,7 @@ class Settings:
             self._check_codec()
 
     def _check_codec(self) -> None:
-        if self.codec not in CODECS:
-            raise UsageError(f"--codec {self.codec}: there are {', '.join(CODECS)}")
+        check_codec(str(self.codec))
         if self.sizes.host_blocks == 0:
             raise UsageError("--codec is of the host tier: there is none (--host-blocks 0)")
         least = min(group.layer_nbytes for group in self.geometry.groups)
@@ -75,6 +74,11 @@ class Settings:
     @property
     def lossless(self) -> bool:
         return self.codec is not None and coding_of(self.geometry.groups[0], self.codec).lossless
+
+
+def check_codec(name: str) -> None:
+    if name not in CODECS:
+        raise UsageError(f"--codec {name}: there are {', '.join(CODECS)}")
 
 
 def coding_of(group: Group, codec: str) -> Coding:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvswap import _C
 from kvswap._timeouts import seconds
 from kvswap.codecs import Coding, Field
+from kvswap.codecs._pages import kind_of, name_of
 from kvswap.files import FileTransfer
 from kvswap.trtllm._files import ManagerFiles
 
@@ -35,7 +36,6 @@ _BITS = {
     **dict.fromkeys(("fp4", "nvfp4", "int4"), 4),
 }
 
-_KINDS = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # that codecs take
 _MEMORIES = ("secondary", "primary")  # by is_primary
 
 _Parts: TypeAlias = NDArray[np.int64]
@@ -137,10 +137,9 @@ class KVCacheBlockPool:
 
     def _make_coding(self, codec: str, nbytes: int) -> Coding:
         """Keys and values of each layer are pages."""
-        name = self.dtype if isinstance(self.dtype, str) else getattr(self.dtype, "__name__", str(self.dtype))
-        kind = _KINDS.get(name.lower().removeprefix("torch."))
-        if kind is None or self.contains_block_scales:
-            what = "its elements are scales" if self.contains_block_scales else f"its dtype is {name}"
+        kind = kind_of(self.dtype)
+        if kind not in ("bf16", "fp16") or self.contains_block_scales:
+            what = "its elements are scales" if self.contains_block_scales else f"its dtype is {name_of(self.dtype)}"
             raise ValueError(f"codec is {codec!r}, and codecs code bf16 and fp16 by name: {what}")
         if self.block_nbytes != nbytes:
             raise ValueError(f"codec is {codec!r}, and a block has {self.nbytes() - nbytes} bytes of padding")
