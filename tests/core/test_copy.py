@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, usable
+from conftest import PATIENCE, Buffer, Gate, usable
 
 import kvswap
-from kvswap import _copy, testing
+from kvswap import _copy
 from kvswap.codecs import CODECS, Coding
 
 FROM, TO = [3, 0, 5], [1, 6, 2]
@@ -109,23 +110,25 @@ def test_one_block_and_none() -> None:
     assert kvswap.copy_blocks(one, other, [], [], **OF_HOST).nbytes == 0
 
 
-def test_tensors_are_held() -> None:
+class Kept(np.ndarray):  # type: ignore[type-arg]
+    """An array that can be referred to weakly."""
+
+
+def test_tensors_are_held(device: kvswap.Device) -> None:
     """Those with bytes between their blocks, too, which the core sees as an address alone."""
-    device = testing.deterministic_device(seed=1)
-    cache = np.full((8, 2, 4096), 7, np.uint8)
-    pool = np.zeros((8, 4096), np.uint8)
-    transfer = kvswap.copy_blocks(cache[:, 1].view(Freed), pool, FROM, TO, device=device)
-    del cache
-    assert not Freed.freed
-    transfer.wait(PATIENCE)
-    assert (pool[TO] == 7).all()
-
-
-class Freed(np.ndarray):  # type: ignore[type-arg]
-    freed = False
-
-    def __del__(self) -> None:
-        Freed.freed = True
+    cache, pool = np.full((8, 2, 4096), 7, np.uint8)[:, 1].view(Kept), Buffer(device, 8 * 4096)
+    alive = weakref.ref(cache)
+    with Gate(device) as gate:
+        gate.hold(stream := kvswap.Stream(device))
+        transfer = kvswap.copy_blocks(cache, Tensor(pool, (8, 2048)), FROM, TO, device=device, stream=stream)
+        del cache
+        gc.collect()
+        assert not transfer.done() and alive() is not None
+        gate.open()
+        transfer.wait(PATIENCE)
+    gc.collect()
+    assert alive() is None
+    assert (pool.get().reshape(8, 4096)[TO] == 7).all()
 
 
 @pytest.mark.parametrize(
@@ -186,12 +189,14 @@ def test_a_pool_of_a_tensor(device: kvswap.Device, sides: tuple[str, str], kind:
 
 
 def test_a_pool_holds_its_tensor() -> None:
-    Freed.freed = False
     cache = np.zeros((8, 2, 64), np.uint8)
-    pool = kvswap.Pool("host:0", cache[:, 1].view(Freed))
-    assert pool.ptr == cache.ctypes.data + 64 and not Freed.freed
+    layer = cache[:, 1].view(Kept)
+    alive = weakref.ref(layer)
+    pool = kvswap.Pool("host:0", layer)
+    del layer
+    assert pool.ptr == cache.ctypes.data + 64 and alive() is not None
     del pool
-    assert Freed.freed
+    assert alive() is None
 
 
 def test_a_pool_of_a_tensor_that_is_read_only() -> None:
