@@ -1,4 +1,4 @@
-"""The README's picture, from the record of copies beside a decode step. Needs matplotlib:
+"""The picture of docs/performance.md, from the record of copies beside a decode step. Needs matplotlib:
 
 python3 benchmarks/picture.py benchmarks/results/h200/load.txt docs/beside.svg
 """
