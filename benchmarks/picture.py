@@ -36,7 +36,8 @@ def draw(record: Path, picture: Path) -> None:
     labels = [f"{value:.1f} % at {row['gbps']} GB/s" for value, row in zip(longer, rows, strict=True)]
     axes.bar_label(bars, labels, padding=4)
     card = re.search(r"\(([^()]+)\), beside", first)
-    axes.set_title(f"Copies to the host (D2H), {card[1] if card else 'GPU'}", loc="left", fontsize="medium")
+    title = f"Copies to the host (D2H), {card[1] if card else 'GPU'}. Blue: kvswap at its default priority"
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.set(xlim=(0, 5), xlabel="a decode step takes so much longer while the copies run, %")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

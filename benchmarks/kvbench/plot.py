@@ -77,7 +77,7 @@ def lines_of(rows: Sequence[Fields], *, few: bool) -> dict[str, dict[int, float]
 
 
 def _table(figure_type: Any, result: Fields) -> Any:
-    """A plot a family and direction: lines over the block sizes, or bars where there is one size."""
+    """A plot a family and direction: lines over the block sizes, points if there are two, bars if there is one."""
     plots = list(dict.fromkeys((row.family, row.direction) for row in result.rows))
     height = -(-len(plots) // 2)
     figure = figure_type(figsize=(12, 3.6 * height + 0.8), layout="constrained")
@@ -90,9 +90,11 @@ def _table(figure_type: Any, result: Fields) -> Any:
         axes.set_title(f"{family}, {_WAYS[way]}", loc="left", fontsize="medium", fontweight="bold", pad=18)
         axes.text(0, 1.02, description, transform=axes.transAxes, fontsize="x-small", color="#555555")
         ceiling = result.ceilings_gbps[way]
-        if len({size for line in lines.values() for size in line}) > 1:
+        nsizes = len({size for line in lines.values() for size in line})
+        if nsizes > 1:
             for method, line in lines.items():
-                (handles[method],) = axes.plot(list(line), list(line.values()), label=method, **_style(method))
+                style = _style(method) | ({} if nsizes > 2 else {"linestyle": ""})  # two points do not make a line
+                (handles[method],) = axes.plot(list(line), list(line.values()), label=method, **style)
             handles[_BARE] = axes.axhline(ceiling, color="black", linestyle="--", linewidth=1, label=_BARE)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))

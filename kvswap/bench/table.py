@@ -14,6 +14,7 @@ import numpy as np
 
 from kvswap import _C, Direction
 from kvswap.replay.errors import UsageError
+from kvswap.replay.progress import Progress
 from kvswap.replay.settings import room
 from kvswap.replay.units import format_size
 
@@ -261,7 +262,7 @@ def _repeated(once: Callable[[], float]) -> list[float]:
 # -- running them -----------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, show: Callable[[str], None]) -> Result:
+def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = None) -> Result:
     """Measure all cases, showing each as it ends. Raises WrongBytes for one wrong byte.
 
     Shares are of one bare copy of as many bytes: on the device, and of the whole call.
@@ -281,9 +282,13 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         result.ceilings_gbps = {
             way: found.device_gbps or found.gbps for way, found in result.bare_copies[plan.nbytes].items()
         }
-        group, rows = "", None
-        for case in cases(plan):
+        group, rows, every = "", None, list(cases(plan))
+        for number, case in enumerate(every):
+            if progress is not None:
+                progress(number, len(every), case.key)
             row = case.run(lab, result)
+            if progress is not None:
+                progress.clear()
             if isinstance(row, Row):
                 result.rows.append(row)
             else:

@@ -112,7 +112,7 @@ def _measurement(
     from kvswap.bench import beside, table
 
     if not args.load:
-        return partial(table.run, _table_plan(args, device))
+        return partial(table.run, _table_plan(args, device), progress=progress)
     common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
     where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
     load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)

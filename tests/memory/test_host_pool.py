@@ -379,7 +379,8 @@ def test_progress(device: kvswap.Device) -> None:
     assert done == sorted(done) and len(set(done)) >= 4 and all(total == 12 * MIB for _, total in told)
 
 
-def test_progress_bar(device: kvswap.Device) -> None:
+def test_progress_bar(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     terminal = io.StringIO()
     HostPool(12, MIB, device=device, progress=Progress(terminal, enabled=True).memory).close()
     assert re.search(r"\[[#.]{24}\] [\d.]+ (B|MiB) of 12 MiB of host memory", terminal.getvalue())

@@ -427,6 +427,11 @@ def test_long_measurements_show_how_far_they_are(device: kvswap.Device) -> None:
     plan = beside.plan(device, "stream", pairs=2, seconds=0.02, nbytes=4 << 20, families=["64x32k"], methods=["dma"])
     beside.run(plan, lambda _: None, seen)
     assert seen.calls == [(1, 4), (2, 4), (3, 4), (4, 4), "clear"] * 2
+    seen.calls.clear()
+    cases = table.plan(device, quick=True, nbytes=1 << 20, families=["run"], directions=["D2H"], methods=["auto"])
+    table.run(cases, lambda _: None, seen)
+    total = len(list(table.cases(cases)))
+    assert seen.calls == [call for number in range(total) for call in ((number, total), "clear")] and total > 2
 
 
 def test_a_load_that_stands_still_ends_the_copies(lab: measure.Lab, monkeypatch: pytest.MonkeyPatch) -> None:

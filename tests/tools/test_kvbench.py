@@ -177,6 +177,10 @@ class TestPlot:
         assert [text.get_text() for text in legend.get_texts()] == ["auto", "dma", "one bare copy"]
         lines = {line.get_label(): line for line in figure.axes[0].lines}
         assert lines["auto"].get_zorder() > lines["dma"].get_zorder()
+        assert {line.get_linestyle() for line in lines.values() if line.get_label() != "one bare copy"} == {"None"}
+        rows += [self.row("auto", 4096, 1.0)]
+        figure = plot._table(figure_type, plot.Fields(ceilings_gbps={"D2H": 2.0}, rows=rows, **head))
+        assert "-" in {line.get_linestyle() for line in figure.axes[0].lines}  # three sizes are joined
         drawn = [plot.Fields(ratio=ratio, choice=ratio) for ratio in (0.9, 1)]
         figure = plot._regret(figure_type, plot.Fields(device_name="h", draws=2, seed=1, rows=drawn))
         assert figure.axes[0].lines[1].get_label() == "auto"

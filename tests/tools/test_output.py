@@ -23,7 +23,7 @@ from kvswap.commands import parser
 from kvswap.commands.output import Output, document
 from kvswap.files import FileStore, Layout
 from kvswap.replay.errors import UsageError, check_writable
-from kvswap.replay.progress import Progress
+from kvswap.replay.progress import Eta, Progress
 
 pytestmark = pytest.mark.not_sanitized("Python only")
 
@@ -96,6 +96,36 @@ def test_progress_is_not_drawn_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatc
         if drawn:
             line = terminal.getvalue().split("\x1b")[0]
             assert line.startswith("\r[######") and "] 3/12  xxx" in line and len(line) == 60
+
+
+def test_progress_by_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rich.console")
+    pytest.importorskip("rich", reason=f"rich {WITHOUT}")
+    monkeypatch.setattr("kvswap.replay.progress._INTERVAL", 0.0)
+    terminal = Terminal()
+    progress = Progress(terminal)
+    progress(3, 12, "[bold]" + "x" * 100)
+    progress.clear()
+    first = terminal.getvalue()
+    progress(4, 12, "y")  # shown again
+    progress.clear()
+    progress.clear()
+    text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "━" in text and "3/12  [bold]xxx" in text and "xxx…" in text and "4/12  y" in text
+    for drawn in (first, terminal.getvalue()):
+        assert drawn.endswith("\x1b[2K")  # the line is empty
+    pipe = io.StringIO()
+    Progress(pipe)(3, 12, "x")
+    assert pipe.getvalue() == ""
+
+
+def test_the_time_that_is_left() -> None:
+    eta = Eta()
+    assert [eta.left(done, 100, now) for done, now in ((0, 5.0), (0, 9.0), (10, 5.5))] == ["", "", ""]
+    assert eta.left(10, 100, 15.0) == "1:30 left" and eta.left(20, 100, 25.0) == "1:20 left"
+    assert eta.left(99, 100, 104.0) == "0:01 left" and eta.left(100, 100, 105.0) == ""
+    assert eta.left(1, 100, 200.0) == "" and eta.left(2, 100, 300.0) == "2:43:20 left"  # it begins anew
+    assert eta.left(2, 50, 301.0) == "" and eta.left(2, 50, 302.0) == "" and eta.left(3, 50, 303.0) == "1:34 left"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
