@@ -9,7 +9,8 @@
   bytes; a page that is lost, or damaged, is reported as such, and SGLang computes it again.
 - RemoteStorage: the same over kvswap.remote: pages in the memory of other nodes.
 - register: SGLang calls it as a plugin; with KVSWAP_SGLANG_COPIES=1 the copies between GPU and host memory are
-  kvswap's, with KVSWAP_SGLANG_HOST_MEMORY=1 the host memory too, and else it does nothing. unregister undoes it.
+  kvswap's, with KVSWAP_SGLANG_HOST_MEMORY=1 the host memory too, with KVSWAP_SGLANG_CODEC=exact its pages are coded,
+  and else it does nothing. unregister undoes it.
 
 Importing this imports no SGLang; its names do, when they are asked for.
 """

@@ -27,9 +27,10 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap.sglang._places import NotOurs, Places, blocks_of, device_blocks_of, places_of
+from kvswap.sglang._places import NotOurs, blocks_of, device_blocks_of, places_of
 
 _log = logger("kvswap.sglang")
+_MLA = {MHATokenToKVPoolHost: False, MLATokenToKVPoolHost: True}
 _WAIT_TIMEOUT = 300.0  # seconds, of any wait for copies
 
 
@@ -79,16 +80,16 @@ class _Ended:
     """SGLang's event of the end of a submission. Asking for it raises if a copy failed."""
 
     def __init__(self, event: Any, transfers: Sequence[_C.Transfer]) -> None:
-        self.event, self._transfers = event, transfers
+        self.event, self.transfers = event, transfers
 
     def query(self) -> bool:
         """Whether the submission has ended. kvswap.Error: it failed."""
-        return bool(self.event.query()) and all(map(_has_ended, self._transfers))
+        return bool(self.event.query()) and all(map(_has_ended, self.transfers))
 
     def synchronize(self) -> None:
         """Wait for the end. kvswap.Error: it failed."""
         self.event.synchronize()
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             _has_ended(transfer, wait=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,9 +119,9 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
 
     def __init__(self, io_backend: str) -> None:
         super().__init__(io_backend)
-        self._places: WeakKeyDictionary[Any, Places | None] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._streams: dict[_C.Device, _C.Stream] = {}  # on which loads are queued
-        self._unfinished: deque[_C.Transfer] = deque()
+        self._unfinished: deque[Any] = deque()
         self._takes_device_ids = True  # as far as is known
         stream = self.host_to_device_stream
         if hasattr(stream, "cuda_stream"):  # opened before requests run: it takes memory
@@ -128,28 +129,29 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
 
     # -- which pools and ids -------------------------------------------------------------------------------------------
 
-    def places(self, pool: Any) -> Places | None:
-        """Where the pool's layers lie; None: SGLang copies this pool."""
-        mla = type(pool) is MLATokenToKVPoolHost
-        if not mla and type(pool) is not MHATokenToKVPoolHost:
+    def places(self, pool: Any) -> Any:
+        """Where the pool's layers lie, Places or CodedPlaces; None: SGLang copies this pool."""
+        coded = getattr(pool, "places", None)  # CodedPages'
+        if coded is None and type(pool) not in _MLA:
             return None
         known = self._places.get(pool)
-        if pool not in self._places or (known is not None and known.cpu[0, 0] != pool.kv_buffer.data_ptr()):
-            found = None
-            try:
-                found = places_of(pool, mla)
-            except (NotOurs, AttributeError) as error:
-                _log.warning("host pool %s stays with SGLang's own copies: %s", getattr(pool, "pool_label", "?"), error)
-            else:
-                _log.info("host pool %s: kvswap copies blocks of %d tokens", pool.pool_label, found.tokens)
-            self._places[pool] = found
-        return self._places[pool]
+        if pool in self._places and (known is None or known.begin == pool.kv_buffer.data_ptr()):
+            return known
+        found: Any = None
+        try:
+            found = places_of(pool, _MLA[type(pool)]) if coded is None else coded()
+        except (NotOurs, AttributeError) as error:
+            _log.warning("host pool %s stays with SGLang's own copies: %s", getattr(pool, "pool_label", "?"), error)
+        if found is not None:
+            _log.info("host pool %s: kvswap copies blocks of %d tokens%s", pool.pool_label, found.tokens, found.how)
+        self._places[pool] = found
+        return found
 
     def keeps_ids(self, pool: Any) -> bool:
         """Whether ids of this pool stay where SGLang has them."""
         return self._takes_device_ids and self.places(pool) is not None
 
-    def _ids(self, transfer: Any, places: Places) -> tuple[Any, Any] | None:
+    def _ids(self, transfer: Any, places: Any) -> tuple[Any, Any] | None:
         """(device blocks, host blocks); None: SGLang copies them."""
         host, device = transfer.host_indices, transfer.device_indices
         if host.device.type != "cpu":
@@ -185,7 +187,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
             for transfer in prepared:
                 places = self.places(transfer.host_pool)
                 if places is not None:
-                    gpu, cpu = places.gpu.T.ravel(), places.cpu.T.ravel()
+                    gpu, cpu = places.everything()
                     if self._copy(transfer, places, gpu, cpu, "D2H", stream, made):
                         continue
                     transfer = self._moved(transfer, True)
@@ -270,7 +272,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         return True
 
     def _copy(
-        self, transfer: Any, places: Places, gpu: Any, cpu: Any, direction: Any, stream: Any, made: list[_C.Transfer]
+        self, transfer: Any, places: Any, gpu: Any, cpu: Any, direction: Any, stream: Any, made: list[Any]
     ) -> bool:
         """Queue a copy between these tensors, and append it to `made`; whether kvswap takes it."""
         ids = self._ids(transfer, places)
@@ -291,12 +293,11 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
             }
         elif queue is not None:
             options = {"stream": queue}
-        given = (gpu, cpu, places.nbytes, places.gpu_blocks, places.cpu_blocks, *ids, direction)
-        options |= {"gpu_stride": places.gpu_stride, "cpu_stride": places.cpu_stride, "device": places.device}
+        name, given, own = places.call(gpu, cpu, ids, direction)
         try:
-            copy = self._submit(given, options)
+            copy = places.made(self._submit(getattr(_C, name), given, options | own), ids, direction)
         except (TypeError, ValueError, _C.Error) as error:
-            kept = transfer.device_indices.device.type == "cpu"
+            kept = transfer.device_indices.device.type == "cpu" or places.coded
             if kept or isinstance(error, (_C.QueueFull, _C.DeviceError, _Failed)):
                 raise
             _log.warning("SGLang's own copies are used: ids in device memory are not taken: %s", error)
@@ -308,13 +309,13 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
             _has_ended(copy, wait=True)
         return True
 
-    def _submit(self, given: tuple[Any, ...], options: dict[str, Any]) -> _C.Transfer:
+    def _submit(self, function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
         try:
-            return _C.swap_cache_all_layers_async(*given, **options)
+            return function(*given, **options)
         except _C.QueueFull:  # SGLang knows no limit
             for transfer in self._unfinished:
                 _has_ended(transfer, wait=True)
-            return _C.swap_cache_all_layers_async(*given, **options)
+            return function(*given, **options)
 
 
 def _layers(transfers: list[Any], count: int) -> list[list[int | None]]:

@@ -50,6 +50,30 @@ class Places:
     groups: int
     orders: dict[tuple[int, ...], Order] = field(default_factory=dict)  # of earlier loads
 
+    coded = False
+    how = ""
+
+    @property
+    def begin(self) -> int:
+        """The address of the host's memory."""
+        return int(self.cpu[0, 0])
+
+    def everything(self) -> tuple[Any, Any]:
+        """The tensors of both sides, in the order of a write-back."""
+        return self.gpu.T.ravel(), self.cpu.T.ravel()
+
+    def call(
+        self, gpu: Any, cpu: Any, ids: tuple[Any, Any], direction: str
+    ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """The function of kvswap._C that copies between these tensors, its arguments and options of its own."""
+        given = (gpu, cpu, self.nbytes, self.gpu_blocks, self.cpu_blocks, *ids, direction)
+        options = {"gpu_stride": self.gpu_stride, "cpu_stride": self.cpu_stride, "device": self.device}
+        return "swap_cache_all_layers_async", given, options
+
+    def made(self, copy: _C.Transfer, ids: tuple[Any, Any], direction: str) -> Any:
+        """What stands for the transfer."""
+        return copy
+
     def order(self, rows: Sequence[int]) -> Order:
         """Addresses of these rows' tensors in the order of a load, and for each row the position after which it is
         whole. Nothing runs on the device meanwhile, so that it is made once: a model loads the same rows each time."""
@@ -73,7 +97,7 @@ class Places:
         return np.concatenate(gpu), np.concatenate(cpu), ends
 
 
-def _buffers(pool: Any, mla: bool) -> tuple[list[Sequence[Any]], dict[int, int], frozenset[int]]:
+def buffers_of(pool: Any, mla: bool) -> tuple[list[Sequence[Any]], dict[int, int], frozenset[int]]:
     """The device's tensors by part and layer, the rows by SGLang's numbers, and the numbers without drafts."""
     if not mla:
         for info in pool._buffer_infos:
@@ -89,24 +113,31 @@ def _buffers(pool: Any, mla: bool) -> tuple[list[Sequence[Any]], dict[int, int],
     return [pool.device_kv_buffers], rows, frozenset(pool._target_layer_indices)
 
 
+def block_rows(parts: list[Sequence[Any]], rows: dict[int, int], layers: int) -> tuple[int, int, int]:
+    """Of the device's tensors: tokens, bytes from row to row, and bytes of a row. NotOurs: they differ."""
+    tensors = [tensor for part in parts for tensor in part]
+    shapes = {(len(t), t.stride(0) * t.element_size(), t[0].numel() * t.element_size()) for t in tensors}
+    if len(shapes) != 1 or any(len(part) != layers for part in parts) or sorted(rows.values()) != list(range(layers)):
+        raise NotOurs(f"{len(tensors)} device tensors of {len(shapes)} shapes for {layers} layers")
+    if not all(t[0].is_contiguous() for t in tensors):
+        raise NotOurs("device rows with gaps in them")
+    return shapes.pop()
+
+
 def places_of(pool: Any, mla: bool) -> Places:
     """The places of a host pool (SGLang's MHATokenToKVPoolHost or MLATokenToKVPoolHost). NotOurs: it has others."""
     if pool.layout not in _GROUPS:
         raise NotOurs(f"layout {pool.layout}")
     if pool.shared_allocation_domain is not None:
         raise NotOurs("its pages move in the host memory that it shares with other pools")
-    parts, rows, targets = _buffers(pool, mla)
+    parts, rows, targets = buffers_of(pool, mla)
     layers, page, tokens, item = pool.layer_num, pool.page_size, pool.size, pool.token_stride_size
     host = pool.kv_buffer
     nbytes = host.numel() * host.element_size()
     if not host.is_contiguous() or nbytes != len(parts) * layers * tokens * item or tokens % page:
         raise NotOurs(f"host memory of {nbytes} bytes for {tokens} tokens of {layers} layers, {item} bytes each")
-    tensors = [tensor for part in parts for tensor in part]
-    shapes = {(len(t), t.stride(0) * t.element_size(), t[0].numel() * t.element_size()) for t in tensors}
-    if len(shapes) != 1 or any(len(part) != layers for part in parts) or sorted(rows.values()) != list(range(layers)):
-        raise NotOurs(f"{len(tensors)} device tensors of {len(shapes)} shapes for {layers} layers")
-    ((device_tokens, stride, row),) = shapes
-    if row != item or not all(t[0].is_contiguous() for t in tensors):
+    device_tokens, stride, row = block_rows(parts, rows, layers)
+    if row != item:
         raise NotOurs(f"device rows of {row} bytes, host rows of {item}")
     block = 1 if pool.layout == "page_first" or stride != item else page
     if pool.layout == "page_first_direct" and block != page:

@@ -23,11 +23,15 @@ _log = logger("kvswap.sglang")
 
 SWITCH = "KVSWAP_SGLANG_COPIES"
 MEMORY_SWITCH = "KVSWAP_SGLANG_HOST_MEMORY"
+CODEC_SWITCH = "KVSWAP_SGLANG_CODEC"
 
 _TRANSFER = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _COMMON = "sglang.srt.mem_cache.pool_host.common"
+_POOLS = "sglang.srt.mem_cache.pool_host"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache"
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
 
 # What kvswap calls or takes the place of, and what each takes.
 _KNOWN = {
@@ -47,7 +51,23 @@ _KNOWN = {
     ],
 }
 _KNOWN_MEMORY = {f"{_COMMON}:HostTensorAllocator.allocate": ["self", "dims", "dtype", "device"]}
-_PROBE: Any = object()
+_KNOWN_CODEC = {
+    f"{_COMMON}:alloc_with_host_register": [
+        *("dims", "dtype", "device", "pin_memory", "allocator", "registration_granularity_bytes")
+    ],
+    f"{_POOLS}.mha:MHATokenToKVPoolHost._initialize_transfer_views": ["self", "buffer_info", "write_back_staging"],
+    f"{_POOLS}.mla:MLATokenToKVPoolHost._initialize_transfer_views": ["self"],
+    f"{_POOLS}.base:HostKVCache.get_size_per_token": ["self"],
+    f"{_POOLS}.base:HostKVCache.init_kv_buffer": ["self"],
+    f"{_POOLS}.base:HostKVCache.clear": ["self"],
+    f"{_POOLS}.base:HostKVCache.free": ["self", "indices"],
+    f"{_TREE}:UnifiedRadixCache.init_hicache": ["self", "server_args", "params"],
+    f"{_TREE}:UnifiedRadixCache.match_prefix": ["self", "params"],
+    f"{_TREE}:UnifiedRadixCache._log_write_ack_metrics": ["self", "ack"],
+    f"{_TREE}:UnifiedRadixCache._all_reduce_attn_groups": ["self", "tensor", "op"],
+    f"{_CORE}:UnifiedTreeCoreInterface.build_load_back_spec": ["self", "node_id", "req"],
+}
+PROBE: Any = object()
 
 
 @dataclass
@@ -73,16 +93,39 @@ class _Hook:
         if isinstance(self.replacement, type):
             return isinstance(bound, type) and issubclass(bound, self.replacement)
         try:
-            return bound(_PROBE, *[None] * 3) is _PROBE
+            return bound(PROBE, *[None] * 3) is PROBE
         except Exception:  # SGLang's own method on what is no controller
             return False
 
 
 _hooks: list[_Hook] = []
+_incomplete: set[str] = set()  # switches, of whose hooks some were not applied
+_DONE = {
+    SWITCH: "copies between device and host memory are kvswap's",
+    MEMORY_SWITCH: "host memory is kvswap's",
+    CODEC_SWITCH: "pages of host memory are coded",
+}
 
 
 def _is_on(name: str) -> bool:
     return switch(name, "Nothing is replaced", "kvswap.sglang") is True
+
+
+def codec() -> str | None:
+    """The codec of host pools; None: they are not coded. ValueError: the switch names no codec."""
+    name = os.environ.get(CODEC_SWITCH, "")
+    if not name:
+        return None
+    from kvswap.codecs import CODECS
+
+    if name not in CODECS:
+        raise ValueError(f"{CODEC_SWITCH} is {name!r}: it is one of {', '.join(CODECS)}")
+    return name
+
+
+def is_incomplete(switch: str) -> bool:
+    """Whether SGLang did not apply all hooks of a switch."""
+    return switch in _incomplete
 
 
 def _why_not(known: dict[str, list[str]]) -> str | None:
@@ -108,8 +151,8 @@ def _keeps(controller: Any, host_pool: Any) -> bool:
 
 def _move_indices(original: Callable[..., Any], controller: Any, host: Any, device: Any, *_: Any) -> Any:
     """HiCacheController.move_indices: for pools that kvswap copies, the ids are returned unchanged."""
-    if controller is _PROBE:
-        return _PROBE
+    if controller is PROBE:
+        return PROBE
     return (host, device) if _keeps(controller, controller.mem_pool_host) else original(controller, host, device)
 
 
@@ -117,8 +160,8 @@ def _move_pool_indices(
     original: Callable[..., Any], controller: Any, pool: Any, host: Any, device: Any, **options: Any
 ) -> Any:
     """HybridCacheController._move_pool_indices: the same, by pool."""
-    if controller is _PROBE:
-        return _PROBE
+    if controller is PROBE:
+        return PROBE
     return (host, device) if _keeps(controller, pool) else original(controller, pool, host, device, **options)
 
 
@@ -135,17 +178,17 @@ def _add(registry: Any, target: str, replacement: Any, kind: Any) -> None:
 def _look(switch: str, hooks: list[_Hook]) -> None:
     """After SGLang has applied the hooks: say what they do."""
     missing = []
+    _incomplete.discard(switch)
     for hook in hooks:
         owner, name = hook.there()
         hook.after = vars(owner).get(name)
         if not hook.applies():
             missing.append(hook.target)
     if missing:
+        _incomplete.add(switch)
         _log.warning("%s is set, but SGLang did not apply the hooks of %s", switch, ", ".join(missing))
-    elif switch == SWITCH:
-        _log.info("SGLang's copies between device and host memory are kvswap's now")
     else:
-        _log.info("SGLang's host memory is kvswap's now")
+        _log.info("SGLang's %s now", _DONE[switch])
 
 
 def _register(switch: str, known: dict[str, list[str]], targets: Callable[[Any], list[tuple[str, Any, Any]]]) -> None:
@@ -188,22 +231,49 @@ def _copies(kind: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def _coded(kind: Any) -> list[tuple[str, Any, Any]]:
+    from kvswap.sglang._coded import CodedMHATokenToKVPoolHost, CodedMLATokenToKVPoolHost
+    from kvswap.sglang._coded_tree import AROUND
+
+    return [
+        (f"{_POOLS}.mha.MHATokenToKVPoolHost", CodedMHATokenToKVPoolHost, kind.REPLACE),
+        (f"{_POOLS}.mla.MLATokenToKVPoolHost", CodedMLATokenToKVPoolHost, kind.REPLACE),
+        *((f"{_TREE}.UnifiedRadixCache.{name}", hook, kind.AROUND) for name, hook in AROUND.items()),
+    ]
+
+
 def _memory(kind: Any) -> list[tuple[str, Any, Any]]:
     from kvswap.sglang._memory import HostPoolAllocator
 
     return [(f"{_COMMON}.HostTensorAllocator", HostPoolAllocator, kind.REPLACE)]
 
 
+def _is_coded() -> bool:
+    try:
+        found = codec()
+    except ValueError as error:
+        _log.error("%s. Pages of host memory are not coded", error)
+        return False
+    if found and not _is_on(SWITCH):
+        _log.error("%s needs %s=1: kvswap's copies code. Pages of host memory are not coded", CODEC_SWITCH, SWITCH)
+        return False
+    return found is not None
+
+
 def register() -> None:
     """SGLang's plugin hook (group sglang.srt.plugins).
 
     KVSWAP_SGLANG_COPIES=1: the copies between device and host memory are kvswap's. KVSWAP_SGLANG_HOST_MEMORY=1: so is
-    the host memory's allocator. Otherwise it does nothing.
+    the host memory's allocator. KVSWAP_SGLANG_CODEC=CODEC, beside the first: pages of host memory are coded. Otherwise
+    it does nothing.
     """
-    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH)):
+    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH, CODEC_SWITCH)):
         into("sglang")
-    if _is_on(SWITCH):
+    copies, coded = _is_on(SWITCH), _is_coded()
+    if copies:
         _register(SWITCH, _KNOWN, _copies)
+    if coded:
+        _register(CODEC_SWITCH, _KNOWN_CODEC, _coded)
     if _is_on(MEMORY_SWITCH):
         _register(MEMORY_SWITCH, _KNOWN_MEMORY, _memory)
 

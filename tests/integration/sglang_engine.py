@@ -90,9 +90,9 @@ for _module in () if os.environ.get("KVSWAP_SGLANG_COPIES") == "1" else (mha, ml
 
 
 class Engine:
-    """A rank: `options` of sglang_package.py, the rank, and the folder of the files."""
+    """A rank: `options` of sglang_package.py, the rank, and the folder of the files; None: no storage backend."""
 
-    def __init__(self, options: Any, rank: int, folder: Path, **extra: Any) -> None:
+    def __init__(self, options: Any, rank: int, folder: Path | None, **extra: Any) -> None:
         self.options, self.rank, self.handles = options, rank, 0
         given = {"backend_name": "kvswap", "module_path": "kvswap.sglang", "class_name": "FileStorage"}
         given |= {
@@ -111,8 +111,9 @@ class Engine:
             hicache_io_backend="kernel" if options.layout == "page_first" else "direct",
             hicache_mem_layout=options.layout,
             hicache_ratio=2.0,
+            hicache_size=getattr(options, "host_gb", 0),
             hicache_write_policy="write_through",
-            hicache_storage_backend="dynamic",
+            hicache_storage_backend="dynamic" if folder else None,
             hicache_storage_prefetch_policy="wait_complete",
             hicache_storage_backend_extra_config=json.dumps(given),
         )
@@ -155,7 +156,7 @@ class Engine:
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(arguments, params)
-        assert self.tree.enable_storage
+        assert self.tree.enable_storage == (folder is not None)
         kind = type(self.tree.cache_controller.l2_transfer_engine).__name__
         assert kind == ("CopyEngine" if options.copies else "L2TransferEngine"), kind
         self.checked = 0
@@ -229,16 +230,7 @@ class Engine:
         self.handles += 1
         handle = CacheRequestHandle(f"request-{self.handles}", 0)
         found = tree.match_prefix(MatchPrefixParams(key=key))
-        matched = found.device_prefix_len + found.host_hit_length
-        tree.prefetch_from_storage(
-            handle,
-            found.last_host_node,
-            array("q", tokens[matched:]),
-            tree.get_last_hash_value(found.last_host_node),
-            matched_prefix_tokens=tokens[:matched],
-        )
-        self.until(lambda: tree.check_prefetch_progress(handle), "a prefetch")
-        from_files, _ = tree.pop_prefetch_loaded_span(handle)
+        from_files = self.prefetch(handle, tokens, found) if tree.enable_storage else 0
         found = tree.match_prefix(MatchPrefixParams(key=key))
         rest = {"swa_host_hit_length": found.swa_host_hit_length, "mamba_host_hit_length": 0}
         rest |= {"kv": SimpleNamespace(mamba_pool_idx=None), "swa_branching_seqlen": None}
@@ -262,6 +254,19 @@ class Engine:
         tree.insert(InsertParams(key=key, value=torch.cat([known, new]), prev_prefix_len=len(known)))
         tree.unlock(lock)
         return from_files, len(known)
+
+    def prefetch(self, handle: Any, tokens: list[int], found: Any) -> int:
+        """How many tokens came from files."""
+        tree, matched = self.tree, found.device_prefix_len + found.host_hit_length
+        tree.prefetch_from_storage(
+            handle,
+            found.last_host_node,
+            array("q", tokens[matched:]),
+            tree.get_last_hash_value(found.last_host_node),
+            matched_prefix_tokens=tokens[:matched],
+        )
+        self.until(lambda: tree.check_prefetch_progress(handle), "a prefetch")
+        return tree.pop_prefetch_loaded_span(handle)[0]
 
     def settle(self) -> None:
         """Until everything is in host memory and in files, or has failed."""
