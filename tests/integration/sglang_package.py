@@ -152,7 +152,7 @@ class Scenario:
         engine.settle()
         end = time.monotonic() + 60
         while True:
-            known = list(storage._pages["kv"].store.keys())
+            known = list(storage._pages["kv"].store._store.keys())
             keys = sorted({key.decode().partition(".")[0] for key in known})
             if len(keys) == 28 and storage.batch_exists(keys) == 28:  # 12 and three times 4, and the 4 of this prompt
                 break
