@@ -5,9 +5,9 @@
 In an environment with packaging/requirements.txt, on a clean checkout with the tag v<version>: checks that tag, version
 and CHANGELOG agree; builds the sdist and the wheels; checks them; installs each wheel for this machine in an empty
 environment and tries it there; runs some of the sdist's own tests from the sdist. --dry-run leaves out what needs a tag
-and a clean checkout. --all is what comes before a tag: .ci/run first, which takes 15 minutes, then all of this without
-the tag; it fails where anything would keep the tagged commit from being released. Other options are those of
-packaging/wheels.py."""
+and a clean checkout. --all is what comes before a tag: .ci/run first (CONTRIBUTING.md has its time), then this
+without the tag; it fails where anything would keep the tagged commit from being released. Other options are those
+of packaging/wheels.py."""
 
 import argparse
 import os
@@ -53,7 +53,9 @@ def git(*args):
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-CHANGES_NOTHING = re.compile(r"(benchmarks/results|docs|tests|monitoring|examples)/|[A-Z_]+\.md$|CITATION\.cff$")
+CHANGES_NOTHING = re.compile(
+    r"(benchmarks/results|docs|tests|monitoring|examples|\.ci|\.github)/|[A-Z_]+\.md$|CITATION\.cff$"
+)
 
 
 def stale_records(results=ROOT / "benchmarks/results", changed=None):

@@ -163,7 +163,10 @@ def test_a_record_of_another_commit_keeps_it_from_being_released(
     for name, commit in (("fresh", "aaaaaaa"), ("old", "bbbbbbb"), ("foreign", "ccccccc")):
         (tmp_path / "h200" / f"{name}.txt").write_text(f"# kvswap {commit}, h200: benchmarks/record.sh OUT {name}\n")
     (tmp_path / "h200" / "none.txt").write_text("numbers\n")
-    since = {"aaaaaaa": ["docs/index.md", "README.md", "tests/core/test_swap.py"], "bbbbbbb": ["docs/a.md", "csrc/x.c"]}
+    since = {
+        "aaaaaaa": ["docs/index.md", "README.md", "tests/core/test_swap.py", ".ci/run"],
+        "bbbbbbb": ["docs/a.md", "csrc/x.c"],
+    }
     found = list(release.stale_records(tmp_path, since.get))
     assert found == [
         "h200/foreign.txt was made by ccccccc, which this commit does not come from",
