@@ -36,7 +36,8 @@ extern "C" {
   X(BUSY, -19, BASE, "in use by another process")                                                                      \
   X(NO_ROOM, -20, BASE, "no room")                                                                                     \
   X(BAD_ID, -21, BASE, "a block id that the device read is bad")                                                       \
-  X(NOT_STORED, -22, BASE, "a block does not fit its coded size")
+  X(NOT_STORED, -22, BASE, "a block does not fit its coded size")                                                      \
+  X(MISCODED, -23, BASE, "a coded block does not decode to what was coded")
 
 #define KVS_STATUS_VALUE(name, value, exception, description) KVS_##name = (value),
 enum kvs_status { KVS_STATUS_LIST(KVS_STATUS_VALUE) };

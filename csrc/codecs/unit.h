@@ -12,6 +12,7 @@ enum {
   KVS_UNIT_NBYTES = 32 << 10,
   KVS_UNIT_HEAD = 16, /* sizeof(struct kvs_unit_head) */
   KVS_UNIT_MAGIC = 0x764b,
+  KVS_VERIFY_NBYTES = 2 * KVS_UNIT_NBYTES + KVS_UNIT_HEAD, /* a unit's values, and a unit coded anew */
 };
 
 /* In heads: numbers stay as they are. */
@@ -44,6 +45,7 @@ enum kvs_unit_verdict {
   KVS_UNIT_GOOD,
   KVS_UNIT_NOT_STORED, /* a unit's values do not fit its coded size */
   KVS_UNIT_DAMAGED,    /* decoding: a unit's head or escapes are wrong */
+  KVS_UNIT_MISCODED,   /* verifying: what was coded is not what the unit decodes to */
 };
 
 struct kvs_unit {
@@ -56,6 +58,15 @@ struct kvs_unit {
 };
 
 KVS_BOTH uint32_t kvs_unit_nbytes(const struct kvs_unit *unit) { return unit->row_nbytes * unit->rows; }
+
+/* The unit's values without the rest of its page, one after the other. Its coded form is where it was. */
+KVS_BOTH struct kvs_unit kvs_unit_alone(const struct kvs_unit *unit) {
+  struct kvs_unit alone = *unit;
+  alone.offset = alone.pitch = 0;
+  alone.row_nbytes = kvs_unit_nbytes(unit);
+  alone.rows = 1;
+  return alone;
+}
 
 KVS_BOTH uint32_t kvs_round16(uint32_t nbytes) { return (nbytes + 15u) & ~15u; }
 

@@ -53,6 +53,37 @@ enum kvs_unit_verdict kvs_unit_decode(const struct kvs_unit *unit, const void *c
   return verdict;
 }
 
+static bool is_same(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes, const uint8_t *coded,
+                    uint8_t *scratch) {
+  const struct kvs_unit alone = kvs_unit_alone(unit);
+  uint8_t *again = scratch + KVS_UNIT_NBYTES;
+  struct kvs_unit moved = *unit, moved_alone = alone;
+  moved.coded = moved_alone.coded = 0;
+  if (kvs_unit_decode(&alone, coded - unit->coded, scratch) != KVS_UNIT_GOOD) return false;
+  if (kvs_codecs[unit->codec]->lossless) {
+    uint32_t values[KVS_UNIT_NBYTES / 4];
+    gather(unit, page, valid_nbytes, (uint8_t *)values);
+    return memcmp(values, scratch, kvs_unit_nbytes(unit)) == 0;
+  }
+  (void)kvs_unit_encode(&moved, page, valid_nbytes, again);
+  if (memcmp(again, coded, unit->coded_nbytes) != 0) return false;
+  (void)kvs_unit_encode(&moved_alone, scratch, UINT64_MAX, again);
+  return memcmp(again, coded, unit->coded_nbytes) == 0;
+}
+
+enum kvs_unit_verdict kvs_unit_verify(const struct kvs_unit *unit, const void *page, uint64_t valid_nbytes,
+                                      void *coded_page, void *scratch) {
+  const uint8_t version = kvs_codecs[unit->codec]->version;
+  uint8_t *coded = (uint8_t *)coded_page + unit->coded;
+  struct kvs_unit_head head;
+  memcpy(&head, coded, sizeof head);
+  if (kvs_unit_check(unit, version, &head) == KVS_UNIT_NOT_STORED) return KVS_UNIT_NOT_STORED;
+  if (is_same(unit, page, valid_nbytes, coded, scratch)) return KVS_UNIT_GOOD;
+  head = kvs_unit_head_of(unit, version, KVS_HEAD_NOT_STORED, 0);
+  memcpy(coded, &head, sizeof head);
+  return KVS_UNIT_MISCODED;
+}
+
 void kvs_unit_zero(const struct kvs_unit *unit, void *page) {
   for (uint32_t row = 0; row < unit->rows; row++)
     memset((uint8_t *)page + unit->offset + row * unit->pitch, 0, unit->row_nbytes);

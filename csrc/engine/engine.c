@@ -96,9 +96,13 @@ static int read_path(const char *wanted, enum kvs_path *path, struct kvs_error *
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
+  const char *verify = getenv("KVSWAP_VERIFY_CODEC");
   char *end;
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
+  if (verify && *verify && strcmp(verify, "0") != 0 && strcmp(verify, "1") != 0)
+    return kvs_fail(err, KVS_INVALID, "KVSWAP_VERIFY_CODEC is '%s'; it is 1 or 0", verify);
+  engine->verifies = verify && strcmp(verify, "1") == 0;
   engine->one_queue = queues && strcmp(queues, "1") == 0;
   if (path && *path) status = read_path(path, &engine->defaults.path, err);
   if (status) return status;

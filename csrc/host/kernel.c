@@ -109,6 +109,11 @@ static bool prepare_code(struct kvs_host_view *view, const struct kvs_code_param
   return true;
 }
 
+static bool prepare_verify(struct kvs_host_view *view, const struct kvs_verify_params *params, uint64_t grid) {
+  return !params->code.by_src && params->scratch % 16 == 0 && prepare_code(view, &params->code) &&
+         can(view, KVS_HOST_WRITE, params->scratch, grid * KVS_VERIFY_NBYTES);
+}
+
 /* The ids at all positions, whichever the pairs name. */
 static bool can_read_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
   uint64_t low = params->ids, nbytes = params->width;
@@ -165,6 +170,8 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
     return prepare_ids(view, params);
   case KVS_KERNEL_CODE:
     return prepare_code(view, params);
+  case KVS_KERNEL_VERIFY:
+    return prepare_verify(view, params, op->what.kernel.grid);
   case KVS_KERNEL_PATTERN:
     return prepare_pattern(view, params);
   case KVS_KERNEL_CRC:

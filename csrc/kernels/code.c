@@ -1,4 +1,5 @@
-/* Kernel CODE on the CPU: units by csrc/codecs. CTAs may run concurrently, so verdicts are joined by atomics. */
+/* Kernels CODE and VERIFY on the CPU: units by csrc/codecs. CTAs may run concurrently, so verdicts are joined by
+ * atomics. */
 #include "kernels/code.h"
 
 #include <stdatomic.h>
@@ -35,13 +36,29 @@ static enum kvs_unit_verdict code(const struct kvs_code_params *params, const st
   return KVS_UNIT_NOT_STORED;
 }
 
+/* The worst verdict of a pair. */
+static void note(const struct kvs_code_params *params, const struct kvs_code_item *item, unsigned verdict) {
+  _Atomic uint32_t *word = (_Atomic uint32_t *)(uintptr_t)(params->verdicts + 4 * item->block);
+  uint32_t worst = atomic_load(word);
+  while (verdict > worst && !atomic_compare_exchange_weak(word, &worst, verdict)) continue;
+}
+
 void kvs_twin_code(const struct kvs_code_params *params, unsigned cta, unsigned grid) {
   for (uint64_t index = cta; index < params->count; index += grid) {
     struct kvs_code_item item = kvs_twin_code_item(params, index);
     if (item.skipped) continue;
-    unsigned verdict = code(params, &item);
-    _Atomic uint32_t *word = (_Atomic uint32_t *)(uintptr_t)(params->verdicts + 4 * item.block);
-    uint32_t worst = atomic_load(word);
-    while (verdict > worst && !atomic_compare_exchange_weak(word, &worst, verdict)) continue;
+    note(params, &item, code(params, &item));
+  }
+}
+
+void kvs_twin_verify(const struct kvs_verify_params *params, unsigned cta, unsigned grid) {
+  const struct kvs_code_params *code = &params->code;
+  void *scratch = (void *)(uintptr_t)(params->scratch + (uint64_t)cta * KVS_VERIFY_NBYTES);
+  for (uint64_t index = cta; index < code->count; index += grid) {
+    struct kvs_code_item item = kvs_twin_code_item(code, index);
+    if (item.skipped) continue;
+    note(code, &item,
+         kvs_unit_verify(&item.unit, (const void *)(uintptr_t)item.pages.src, item.empty ? 0 : code->valid_nbytes,
+                         (void *)(uintptr_t)item.pages.dst, scratch));
   }
 }

@@ -7,3 +7,4 @@
 #include "pack.cu"
 #include "pattern.cu"
 #include "ring.cu"
+#include "verify.cu"

@@ -16,6 +16,7 @@
   X(PACK, kvs_kernel_pack, kvs_copy_params) /* scattered copies within device memory, on the whole GPU, unpaced */     \
   X(IDS, kvs_kernel_ids, kvs_ids_params)    /* read and check block ids that lie in device memory */                   \
   X(CODE, kvs_kernel_code, kvs_code_params) /* encode or decode pages, a CTA a unit */                                 \
+  X(VERIFY, kvs_kernel_verify, kvs_verify_params)    /* compare coded pages with what they were coded from */          \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of a key */           \
   X(CRC, kvs_kernel_crc, kvs_crc_params)             /* checksum of a memory range */                                  \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
@@ -109,6 +110,12 @@ struct kvs_code_params {
   uint64_t valid_nbytes; /* of a page, when encoding: bytes behind are read as zeros */
   uint32_t by_src;       /* 1: decode */
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
+};
+
+/* After CODE, with its parameters for encoding. Heads of units that are wrong are written. */
+struct kvs_verify_params {
+  struct kvs_code_params code;
+  uint64_t scratch; /* address of KVS_VERIFY_NBYTES a CTA, 16-byte aligned */
 };
 
 /* The pages of a row, of any length. */

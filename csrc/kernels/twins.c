@@ -206,6 +206,9 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
   case KVS_KERNEL_CODE:
     kvs_twin_code(params, cta, grid);
     break;
+  case KVS_KERNEL_VERIFY:
+    kvs_twin_verify(params, cta, grid);
+    break;
   case KVS_KERNEL_PATTERN:
     run_pattern(params, cta, grid);
     break;

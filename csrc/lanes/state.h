@@ -159,6 +159,7 @@ struct kvs_engine {
 
   struct kvs_defaults defaults; /* guarded by lock */
   struct kvs_disabled disabled;
+  bool verifies;  /* KVSWAP_VERIFY_CODEC is 1: what was coded is decoded and compared */
   bool one_queue; /* CUDA_DEVICE_MAX_CONNECTIONS is 1: the driver has one hardware queue for all streams */
   struct kvs_costs costs;
   char costs_note[240]; /* where the costs come from */

@@ -36,7 +36,13 @@ static int by_dst(const void *a, const void *b) {
 static void explain(const struct kvs_verdicts *verdicts, const struct kvs_named_block *block, uint32_t verdict,
                     struct kvs_error *why) {
   uint32_t slot = verdicts->decode ? block->src : block->dst;
-  if (!verdicts->decode)
+  if (verdict == KVS_UNIT_MISCODED)
+    kvs_fail(why, KVS_MISCODED,
+             "the block at position %" PRIu32 " is coded wrong, and is not stored in slot %" PRIu32
+             " of pool '%s': its "
+             "coded bytes do not decode to it (KVSWAP_VERIFY_CODEC)",
+             block->position, slot, verdicts->pool);
+  else if (!verdicts->decode)
     kvs_fail(why, KVS_NOT_STORED,
              "the block at position %" PRIu32 " does not fit the coded size of pool '%s', and is not stored in slot "
              "%" PRIu32,
@@ -53,7 +59,8 @@ static void explain(const struct kvs_verdicts *verdicts, const struct kvs_named_
              slot, verdicts->pool, block->position);
 }
 
-/* Destinations are named once each, so they tell the position. The message is about the first bad block of the list. */
+/* Destinations are named once each, so they tell the position. The message is about the first block of the list that
+ * is coded wrong, or else about the first bad one. */
 void kvs_verdicts_end(struct kvs_transfer *transfer) {
   struct kvs_verdicts *verdicts = transfer->verdicts;
   const struct kvs_named_block *first = NULL;
@@ -70,7 +77,9 @@ void kvs_verdicts_end(struct kvs_transfer *transfer) {
     if (verdicts->words[i] == KVS_UNIT_GOOD) continue;
     const struct kvs_named_block key = {.dst = verdicts->pairs[i].dst},
                                  *block = bsearch(&key, verdicts->blocks, verdicts->count, sizeof key, by_dst);
-    if (!first || block->position < first->position) first = block, worst = verdicts->words[i];
+    bool worse = verdicts->words[i] == KVS_UNIT_MISCODED && worst != KVS_UNIT_MISCODED,
+         as_bad = (verdicts->words[i] == KVS_UNIT_MISCODED) == (worst == KVS_UNIT_MISCODED);
+    if (!first || worse || (as_bad && block->position < first->position)) first = block, worst = verdicts->words[i];
     if (bad) bad[nbad] = block->position;
     nbad++;
   }

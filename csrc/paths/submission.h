@@ -27,6 +27,7 @@ struct kvs_submission {
   uint64_t burst_nbytes;            /* burst: most bytes of one, in its slot */
   kvs_stream first;                 /* burst: the stream of the first stage */
   bool ahead;                       /* start dependencies are waited for on the burst stream only */
+  uint64_t scratch[2];              /* of VERIFY, on the lane's stream and on another one; 0: not used yet */
   size_t uploaded;                  /* number of pairs uploaded or being uploaded */
   bool begun;                       /* burst: the first burst is queued */
   uint64_t most_unbroken;           /* bytes that the copy engine is given between two gaps */

@@ -15,6 +15,7 @@
 enum {
   THREADS = 512, /* of a CTA of COPY and PACK */
   IDS_THREADS = 256,
+  VERIFY_CTAS = 16, /* with scratch memory each */
   IDS_CTAS = 512,
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
@@ -79,6 +80,11 @@ static size_t ids_room(const struct kvs_submission *s, size_t npairs) {
   return s->work->on_device.write ? claims_of(npairs) * sizeof(struct kvs_id_claim) : KVS_KERNEL_PIECE;
 }
 
+/* Whether what is coded is verified. */
+static bool verifies(const struct kvs_submission *s) {
+  return s->engine->verifies && s->work->codings && s->work->direction == KVS_D2H;
+}
+
 int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   const struct kvs_rows *rows = &work->scratch->rows;
@@ -88,6 +94,7 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
   for (size_t i = 0; i < work->ncodings; i++) nbytes += work->codings[i].coding->nunits * sizeof(struct kvs_unit) + 16;
   if (work->codings) nbytes += all * sizeof(uint32_t);
+  if (verifies(s)) nbytes += sizeof s->scratch / sizeof *s->scratch * VERIFY_CTAS * (size_t)KVS_VERIFY_NBYTES;
   if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
 }
@@ -213,6 +220,20 @@ static int spoil(struct kvs_submission *s, const struct kvs_code_params *params,
   return kvs_dev_copy(s->device, head + KVS_UNIT_HEAD, head, 4, stream, why);
 }
 
+/* Kernels of one stream run one after the other, and share scratch memory. */
+static int verify(struct kvs_submission *s, const struct kvs_code_params *coded, kvs_stream stream,
+                  struct kvs_error *why) {
+  uint64_t *scratch = &s->scratch[stream != s->lane->stream];
+  if (!*scratch) (void)kvs_stage(s, VERIFY_CTAS * (size_t)KVS_VERIFY_NBYTES, scratch);
+  const struct kvs_verify_params params = {.code = *coded, .scratch = *scratch};
+  const struct kvs_launch launch = {.kernel = KVS_KERNEL_VERIFY,
+                                    .grid = least(VERIFY_CTAS, coded->count),
+                                    .threads = THREADS,
+                                    .params = &params,
+                                    .params_nbytes = sizeof params};
+  return kvs_dev_launch(s->device, &launch, stream, why);
+}
+
 /* Rows of one coding. */
 static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *units, size_t npairs, size_t first_row,
                            size_t first_pair, unsigned ctas, kvs_stream stream, struct kvs_error *why) {
@@ -232,7 +253,8 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
                               .params_nbytes = sizeof params};
   if (!units->pairs) memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
   int status = kvs_dev_launch(s->device, &launch, stream, why);
-  return status || params.by_src ? status : spoil(s, &params, first_row, first_pair, stream, why);
+  if (!status && !params.by_src) status = spoil(s, &params, first_row, first_pair, stream, why);
+  return status || !verifies(s) ? status : verify(s, &params, stream, why);
 }
 
 int kvs_launch_code(struct kvs_submission *s, const struct kvs_units *units, size_t first_row, size_t first_pair,

@@ -99,7 +99,7 @@ template <typename Word> static void word_store(Word *to, const Word *word) {
   memcpy(to, word, sizeof *word);
 }
 
-#include "codecs/unit.cuh"
+#include "codecs/verify.cuh"
 
 extern "C" {
 #include "codecs/unit_code.h"
@@ -111,15 +111,19 @@ extern "C" {
 static struct {
   const struct kvs_unit *unit;
   uint64_t page, coded, valid_nbytes;
-  bool encode;
+  enum { ENCODE, DECODE, VERIFY } what;
+  uint64_t scratch;
   enum kvs_unit_verdict verdicts[MOST_THREADS];
 } call;
 static struct code_shared shared;
 
 static void work(void) {
   const unsigned self = threadIdx.x;
-  call.verdicts[self] = call.encode ? encode_unit(*call.unit, call.page, call.valid_nbytes, call.coded, &shared)
-                                    : decode_unit(*call.unit, call.coded, call.page);
+  call.verdicts[self] = call.what == call.ENCODE
+                            ? encode_unit(*call.unit, call.page, call.valid_nbytes, call.coded, &shared)
+                        : call.what == call.DECODE
+                            ? decode_unit(*call.unit, call.coded, call.page)
+                            : verify_unit(*call.unit, call.page, call.valid_nbytes, call.coded, call.scratch, &shared);
   doing[self] = DONE;
 }
 
@@ -185,7 +189,27 @@ static void fill(uint8_t *bytes, uint64_t nbytes, int how) {
   }
 }
 
-static uint64_t differ, decoded_bad, not_stored;
+static uint64_t differ, decoded_bad, not_stored, miscoded;
+
+/* Of what was coded just now, and of that with a wrong bit. Both sides leave the same bytes. */
+static void verify(const struct kvs_unit *unit, const uint8_t *page, const uint8_t *coded, unsigned threads,
+                   enum kvs_unit_verdict verdict) {
+  static uint8_t scratch[KVS_VERIFY_NBYTES] __attribute__((aligned(16)));
+  uint8_t *mine = (uint8_t *)aligned_alloc(16, unit->coded_nbytes), *other = (uint8_t *)malloc(unit->coded_nbytes);
+  for (int wrong = 0; wrong < 2; wrong++) {
+    memcpy(mine, coded, unit->coded_nbytes);
+    if (wrong) mine[check_below(&seed, unit->coded_nbytes)] ^= (uint8_t)(1 << check_below(&seed, 8));
+    memcpy(other, mine, unit->coded_nbytes);
+    call.what = call.VERIFY, call.coded = (uint64_t)(uintptr_t)mine, call.scratch = (uint64_t)(uintptr_t)scratch;
+    const enum kvs_unit_verdict found = kvs_unit_verify(unit, page, call.valid_nbytes, other, scratch);
+    CHECK(run_cta(threads) == found, "wrong %d", wrong);
+    CHECK(wrong || found == verdict, "%d, not %d", (int)found, (int)verdict);
+    miscoded += found == KVS_UNIT_MISCODED;
+    differ += memcmp(mine, other, unit->coded_nbytes) != 0;
+  }
+  call.coded = (uint64_t)(uintptr_t)coded;
+  free(mine), free(other);
+}
 
 static void compare(const struct kvs_unit *unit, uint64_t page_nbytes, unsigned threads, int how) {
   const uint64_t apart = check_below(&seed, 3) == 0 ? 1 + check_below(&seed, 15) : 0;
@@ -196,11 +220,12 @@ static void compare(const struct kvs_unit *unit, uint64_t page_nbytes, unsigned 
   fill(page, page_nbytes, how);
   memset(coded, 0x5a, unit->coded_nbytes);
   call.unit = unit, call.page = (uint64_t)(uintptr_t)page, call.coded = (uint64_t)(uintptr_t)coded;
-  call.valid_nbytes = valid, call.encode = true;
+  call.valid_nbytes = valid, call.what = call.ENCODE;
   const enum kvs_unit_verdict verdict = kvs_unit_encode(unit, page, valid, wanted);
   CHECK(run_cta(threads) == verdict, "how %d", how);
   differ += memcmp(coded, wanted, unit->coded_nbytes) != 0;
   not_stored += verdict != KVS_UNIT_GOOD;
+  verify(unit, page, coded, threads, verdict);
   for (uint64_t i = check_below(&seed, 3); how && i > 0; i--) /* damage */
     coded[check_below(&seed, 2) ? check_below(&seed, 16)
                                 : unit->coded_nbytes - 1 - check_below(&seed, unit->coded_nbytes / 40 + 1)] =
@@ -211,7 +236,7 @@ static void compare(const struct kvs_unit *unit, uint64_t page_nbytes, unsigned 
   }
   memset(back, 0x11, page_nbytes);
   memset(page, 0x11, page_nbytes);
-  call.encode = false;
+  call.what = call.DECODE;
   const enum kvs_unit_verdict found = kvs_unit_decode(unit, coded, back);
   CHECK(run_cta(threads) == found, "how %d", how);
   decoded_bad += found != KVS_UNIT_GOOD;
@@ -236,6 +261,7 @@ int main(void) {
       test_unit(names[codec], (enum kvs_kind)kind, 50, 30, 77, 96);
     }
   CHECK(differ == 0, "%d blocks differ from what the CPU's codec gives", (int)differ);
+  CHECK(miscoded > 100, "%d wrong units were found", (int)miscoded);
   CHECK(not_stored > 0 && decoded_bad > not_stored, "%d, %d", (int)not_stored, (int)decoded_bad);
   return check_close();
 }

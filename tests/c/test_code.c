@@ -1,4 +1,5 @@
-/* Kernel CODE on a host device: grids of coded pages, as a path would launch them, against kvs_encode_blocks(). */
+/* Kernels CODE and VERIFY on a host device: grids of coded pages, as a path would launch them, against
+ * kvs_encode_blocks(). */
 #include "codecs/coding.h"
 #include "host_device.h"
 #include "kernels/code.h"
@@ -125,6 +126,53 @@ static void test_decode(uint64_t seed, const char *codec) {
   kvs_dev_close(device);
 }
 
+/* Kernel VERIFY after CODE: what is right stays as it is. A bit that is wrong, in a head, a value or behind the values,
+ * is found, and its unit no longer decodes. A block that does not fit keeps its verdict. */
+static void test_verify(uint64_t seed, const char *codec) {
+  uint64_t random = seed + 1;
+  struct kvs_device *device = open_device(seed);
+  struct grid g = make_grid(device, &random, codec, false);
+  const struct kvs_pair *pairs = g.params.inline_pairs;
+  const uint64_t nbytes = (uint64_t)SLOTS * g.info.coded_nbytes, page = g.info.coded_page_nbytes;
+  const bool exact = codec[0] == 'e';
+  uint8_t *wanted = malloc(nbytes);
+  kvs_stream stream = make_stream(device);
+  if (exact) fill_random(&random, g.gpu[1] + pairs[5].src * PAGE, PAGE);
+  g.params.inline_pairs[7].src = KVS_BAD_SLOT;
+  launch(&g, stream);
+  memcpy(wanted, g.coded, nbytes);
+  struct kvs_verify_params params = {.code = g.params, .scratch = address(make_memory(device, 7 * KVS_VERIFY_NBYTES))};
+  struct kvs_launch verify = {KVS_KERNEL_VERIFY, 7, 512, 0, &params, sizeof params};
+  for (int round = 0; round < 2; round++) {
+    OK(kvs_dev_launch(device, &verify, stream, &err));
+    OK(kvs_dev_synchronize(device, &err));
+    for (size_t i = 0; i < PAIRS; i++) {
+      uint32_t verdict = i == 5 && exact ? KVS_UNIT_NOT_STORED : KVS_UNIT_GOOD;
+      if (round && i >= 10 && i < 13) verdict = KVS_UNIT_MISCODED;
+      CHECK(load32(&g.verdicts[i]) == verdict, "round %d, pair %d: %u", round, (int)i, load32(&g.verdicts[i]));
+    }
+    if (round) break;
+    CHECK(memcmp(g.coded, wanted, nbytes) == 0, "%s: bytes were changed", codec);
+    for (size_t i = 10; i < 13; i++) { /* a head's version, a value, and a value of a field that is kept as it is */
+      const uint64_t at = i == 10 ? 2 : i == 11 ? page + KVS_UNIT_HEAD + 9 : 3 * page - 17;
+      g.coded[pairs[i].dst * g.info.coded_nbytes + at] ^= 1;
+    }
+  }
+  for (size_t i = 0; i < PAIRS; i++) {
+    uint8_t block[LAYERS * PAGE], verdict;
+    const struct kvs_blocks to = {.ptr = block};
+    bool good = !(i == 5 && exact) && (i < 10 || i >= 13);
+    (void)kvs_decode_blocks(g.coding, g.coded + pairs[i].dst * g.info.coded_nbytes, 0, &to, 1, &verdict);
+    CHECK(verdict == (good ? KVS_UNIT_GOOD : KVS_UNIT_NOT_STORED), "pair %d: %d", (int)i, verdict);
+  }
+  params.scratch += 8; /* not aligned */
+  OK(kvs_dev_launch(device, &verify, stream, &err));
+  expect_lost(device, "verify", seed);
+  free(wanted);
+  kvs_coding_close(g.coding);
+  kvs_dev_close(device);
+}
+
 /* A kernel that would touch memory that is not there, or coded pages that are not aligned, loses the device. */
 static void test_faults(void) {
   for (int what = 0; what < 4; what++)
@@ -152,6 +200,7 @@ int main(void) {
     test_encode(seed, codecs[seed % 3], UINT64_MAX);
     test_encode(seed, codecs[seed % 3], 1000);
     test_decode(seed, codecs[seed % 3]);
+    test_verify(seed, codecs[seed % 3]);
   }
   test_faults();
   return check_close();

@@ -22,7 +22,7 @@ import kvswap
 from kvswap import testing
 from kvswap.sglang import _plugin, register
 
-DEVICE = "host:142"
+DEVICE = "host:144"
 OURS = ("kvswap.sglang._copies", "kvswap.sglang._memory", "kvswap.sglang._coded", "kvswap.sglang._coded_tree")
 
 
