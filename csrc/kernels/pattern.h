@@ -12,7 +12,8 @@ enum kvs_pattern_mode { KVS_PATTERN_WRITE, KVS_PATTERN_CHECK };
 enum kvs_pattern_kind {
   KVS_PATTERN_BYTES,
   /* Any sign and mantissa, and exponents in a window: `exact` holds them. By the key's two low bits: 1: a value in 256
-   * is far below, an escape; 2: any bytes, which do not fit. */
+   * is far below, an escape; 2: any bytes, which do not fit; 3: as many escapes as the 14 bits above say, one in 32
+   * values from the first on. */
   KVS_PATTERN_WINDOW,
   KVS_PATTERN_COARSE, /* few values, which each codec gives back as they are */
 };
@@ -46,7 +47,9 @@ KVS_BOTH uint64_t kvs_pattern_window(uint64_t key, uint64_t index) {
   const uint64_t exponents = (word >> 7 & 0x0007000700070007ull) + 0x0079007900790079ull; /* 121 to 128 */
   uint64_t values = (word & 0x807f807f807f807full) | exponents << 7;
   if (key % 4u == 2u) return word;
-  if (key % 4u == 1u && index % 64u == 0) values = (values & ~0x7f80ull) | 20ull << 7; /* far below: an escape */
+  const int escapes =
+      key % 4u == 1u ? index % 64u == 0 : key % 4u == 3u && index % 8u == 0 && index / 8u < (key >> 2 & 0x3fffu);
+  if (escapes) values = (values & ~0x7f80ull) | 20ull << 7; /* far below */
   return values;
 }
 

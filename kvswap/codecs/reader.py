@@ -39,6 +39,11 @@ class Unit(NamedTuple):
         return self.row_nbytes * self.rows
 
     @property
+    def most_escapes(self) -> int:
+        """Of `exact`: so many escapes have a place."""
+        return (self.coded_nbytes - _escapes_at(self.nbytes // 2)) // 3
+
+    @property
     def coded_nbytes(self) -> int:
         n = self.nbytes // 2
         if self.codec == "raw":

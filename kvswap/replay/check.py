@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvswap import _C
 
 from .memory import GroupMemory, TierMemory, Words
-from .pattern import POISON_KEY, Kind, block_keys, classes
+from .pattern import POISON_KEY, Kind, block_keys, classes, most_escapes, window_keys
 from .tiers import Slots
 
 _ITEMS_A_CALL = 1 << 16
@@ -61,6 +61,7 @@ class Checker:
         self._groups = memory.groups
         self._seed = seed
         self._kind = kind
+        self._most_escapes = [most_escapes(m.group.layer_nbytes) for m in self._groups] if kind == "window" else []
         self._layers = sum(len(memory.group.layers) for memory in self._groups)
 
     def write(self, blocks: Blocks, stream: _C.Stream) -> _C._PatternJob:
@@ -88,7 +89,8 @@ class Checker:
     def _keys(self, hashes: Words) -> Words:
         keys = [block_keys(hashes, number, len(m.group.layers), self._seed) for number, m in enumerate(self._groups)]
         if self._kind == "window":
-            keys = [key & ~np.uint64(3) | classes(hashes, self._seed) for key in keys]
+            found = classes(hashes, self._seed)
+            keys = [window_keys(key, found, most) for key, most in zip(keys, self._most_escapes, strict=True)]
         return np.concatenate([key.ravel() for key in keys])
 
     def _pattern(self, check: bool, blocks: Blocks, keys: Words, stream: _C.Stream, kind: Kind) -> _C._PatternJob:

@@ -11,6 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvswap.codecs import Coding
+from kvswap.codecs.reader import units_of
+
 # bytes: any. Of blocks that are coded, bf16: window: a codec without loss holds them, unless the key says otherwise;
 # coarse: few values, which every codec gives back as they are.
 Kind = Literal["bytes", "window", "coarse"]
@@ -35,9 +38,12 @@ def pattern_words(keys: NDArray[np.uint64], nwords: int) -> NDArray[np.uint64]:
     return mix(keys.reshape(-1, 1) + index * _STEP)
 
 
-# Of the keys of kind `window`, the two low bits.
-PLAIN, ESCAPES, MISFIT = 0, 1, 2  # within the window; a value in 256 below it, which fits; any bytes
-_EVERY = {ESCAPES: 10, MISFIT: 1000}  # one block in so many
+# What a block of kind `window` is: within the window; a value in 256 below it, which fits; any bytes; as many values
+# below it as have a place in the first unit of a page of `exact`; and one more.
+PLAIN, ESCAPES, MISFIT, FULL, BEYOND = range(5)
+# Of a number that is drawn for each block: (n, r) is one block in n, whose remainder is r. The last one counts.
+_SHARES = {ESCAPES: (10, 0), FULL: (100, 1), MISFIT: (2000, 0), BEYOND: (2000, 1000)}
+_COUNTED, _COUNT_BITS = 3, 14  # of a key, instead of FULL and BEYOND; the number of values below is above these bits
 _SIZES = np.array([1, 1.5, 2, 3, 4, 6, 2, 3], np.float32).view(np.uint32) >> 16
 
 
@@ -47,6 +53,8 @@ def _window(key: int, values: NDArray[np.uint16]) -> NDArray[np.uint16]:
     exponent = (values >> 7 & 7) + 121
     if key % 4 == ESCAPES:
         exponent[::256] = 20
+    if key % 4 == _COUNTED:
+        exponent[::32][: key >> 2 & (1 << _COUNT_BITS) - 1] = 20
     return np.asarray(values & 0x807F | exponent << 7, np.uint16)
 
 
@@ -73,17 +81,32 @@ def block_keys(hashes: NDArray[np.uint64], group: int, layers: int, seed: int) -
 
 
 def classes(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """PLAIN, ESCAPES or MISFIT, of blocks of kind `window`."""
+    """PLAIN to BEYOND, of blocks of kind `window`."""
     drawn = mix(hashes ^ mix(np.array([seed & (2**64 - 1)], np.uint64) + _LAYER))
     found = np.full(len(hashes), PLAIN, np.uint64)
-    for which, every in _EVERY.items():
-        found[drawn % np.uint64(every) == 0] = which
+    for which, (every, remainder) in _SHARES.items():
+        found[drawn % np.uint64(every) == remainder] = which
     return found
+
+
+def most_escapes(page_nbytes: int) -> int:
+    """Values below the window that have a place in the first unit of a page of bf16, under `exact`."""
+    return units_of(Coding(page_nbytes, "exact"))[0].most_escapes
+
+
+def window_keys(keys: NDArray[np.uint64], found: NDArray[np.uint64], most: int) -> NDArray[np.uint64]:
+    """Keys of kind `window`, which say of what class their blocks are. most: of most_escapes()."""
+    low = found & np.uint64(3)
+    counted = found >= FULL
+    low[counted] = (most + found[counted] - np.uint64(FULL)) << np.uint64(2) | np.uint64(_COUNTED)
+    return keys & ~np.uint64((1 << 2 + _COUNT_BITS) - 1) | low
 
 
 def misfits(hashes: NDArray[np.uint64], seed: int, kind: Kind) -> NDArray[np.int64]:
     """Positions of the blocks that a codec cannot hold."""
-    return np.flatnonzero(classes(hashes, seed) == MISFIT) if kind == "window" else np.zeros(0, np.int64)
+    if kind != "window":
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(np.isin(classes(hashes, seed), (MISFIT, BEYOND)))
 
 
 def first_wrong(data: NDArray[np.uint8], key: int) -> tuple[int, int | None]:

@@ -21,6 +21,7 @@ from kvswap.replay.run import Replay
 from kvswap.replay.settings import Settings, host_nbytes
 
 SHAPE = geometry.scale(geometry.custom(3, 4, 64), 3 * 1024, allow_tiny=True)
+SHARES = {pattern.ESCAPES: (3, 0), pattern.FULL: (4, 1), pattern.MISFIT: (10, 0), pattern.BEYOND: (10, 5)}
 TWO_GROUPS = geometry.scale(geometry.named("gpt-oss-120b"), 36 * 1024, allow_tiny=True)
 
 
@@ -31,7 +32,7 @@ def _kernels(session_device: kvswap.Device) -> None:
 
 @pytest.fixture(autouse=True)
 def _many_misfits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern, "_EVERY", {pattern.ESCAPES: 3, pattern.MISFIT: 5})
+    monkeypatch.setattr(pattern, "_SHARES", SHARES)
 
 
 def replayed(device: _C.Device, options: Settings, requests: int = 160) -> Report:
@@ -53,7 +54,7 @@ def check(report: Report, options: Settings) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "window", "coarse"])
-@pytest.mark.parametrize("key", [4096, 4097, 4098, 4099])
+@pytest.mark.parametrize("key", [4096, 4097, 4098, 4099, 5 << 2 | 3, 1 << 62 | 0xFFFF])
 @pytest.mark.parametrize("nbytes", [6, 4096, 70000])
 def test_the_kernel_writes_what_numpy_says(device: kvswap.Device, kind: Any, key: int, nbytes: int) -> None:
     buffer, stream = Buffer(device, nbytes, "gpu"), kvswap.Stream(device)
@@ -69,12 +70,24 @@ def test_the_kernel_writes_what_numpy_says(device: kvswap.Device, kind: Any, key
 
 @pytest.mark.parametrize("nbytes", [1024, 1168, 4096, 48 << 10])
 def test_which_patterns_fit(nbytes: int) -> None:
-    for key in range(4000, 4064):
-        block = pattern.pattern_bytes(key, nbytes, "window").reshape(1, -1)
-        coded, verdicts = Coding(nbytes, "exact").encode(block)
-        assert verdicts[0] == (Verdict.NOT_STORED if key % 4 == pattern.MISFIT else Verdict.GOOD)
-        escapes = int(coded[0, 6:8].view(np.uint16)[0])
-        assert (escapes > 0) == (key % 4 == pattern.ESCAPES)
+    most, drawn = pattern.most_escapes(nbytes), pattern.mix(np.arange(64, dtype=np.uint64))
+    for which in (pattern.PLAIN, pattern.ESCAPES, pattern.MISFIT, pattern.FULL, pattern.BEYOND):
+        for key in pattern.window_keys(drawn, np.full(64, which, np.uint64), most).tolist():
+            block = pattern.pattern_bytes(key, nbytes, "window").reshape(1, -1)
+            coded, verdicts = Coding(nbytes, "exact").encode(block)
+            fits = which not in (pattern.MISFIT, pattern.BEYOND)
+            assert verdicts[0] == (Verdict.GOOD if fits else Verdict.NOT_STORED)
+            escapes = int(coded[0, 6:8].view(np.uint16)[0])
+            assert (escapes > 0) == (which in (pattern.ESCAPES, pattern.FULL))
+            assert which != pattern.FULL or escapes == most
+
+
+def test_how_many_are_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    hashes = pattern.mix(np.arange(400_000, dtype=np.uint64))
+    found = np.bincount(pattern.classes(hashes, 7).astype(np.int64), minlength=5) / len(hashes)
+    np.testing.assert_allclose(found[1:], [0.099, 0.0005, 0.01, 0.0005], rtol=0.2)
+    assert len(pattern.misfits(hashes, 7, "window")) == round((found[2] + found[4]) * len(hashes))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -137,7 +150,7 @@ def test_a_block_in_another_slot(device: _C.Device, monkeypatch: pytest.MonkeyPa
 
 def test_a_misfit_that_was_stored(device: _C.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks all fit, and the replay expects that some do not."""
-    monkeypatch.setattr(pattern, "_EVERY", {})
+    monkeypatch.setattr(pattern, "_SHARES", {})
     monkeypatch.setattr(pattern, "misfits", lambda hashes, seed, kind: np.arange(len(hashes))[:1])
     with pytest.raises(_C.Error, match="1 blocks do not fit their coded size, and a store of them did not fail"):
         replayed(device, settings(SHAPE, codec="exact"))
