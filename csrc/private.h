@@ -72,6 +72,7 @@ int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst,
 /* Of paths, for what is said of devices that are not open. threads: the device's copy, so that it is a host device. */
 bool kvs_path_needs_kernels(enum kvs_path path);
 bool kvs_path_needs_threads(enum kvs_path path);
+bool kvs_path_codes(enum kvs_path path);
 
 /* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
 /* Private: a wait with a limit, and a check that other layers make before they use a pool. */

@@ -704,6 +704,7 @@ class _PathFacts(TypedDict):
     name: str
     kernels: bool
     threads: bool
+    codes: bool
 
 class _ExportFields(TypedDict):
     device: str

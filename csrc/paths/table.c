@@ -14,4 +14,6 @@ const char *kvs_path_name(enum kvs_path path) {
 
 bool kvs_path_needs_kernels(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_kernels; }
 
+bool kvs_path_codes(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->codes; }
+
 bool kvs_path_needs_threads(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_threads; }

@@ -15,6 +15,10 @@ CODECS = ("exact", "mxfp8", "fp4")
 KINDS = ("raw", "bf16", "fp16", "e4m3", "e5m2", "fp32")
 
 
+# Where a path may be named, those that code.
+PATHS = ("auto", *(row["name"] for row in _C._paths() if row["codes"]))
+
+
 class Field(NamedTuple):
     """Bytes [offset, offset + nbytes) of each repetition, and what they are: one of KINDS.
 

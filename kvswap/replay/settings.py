@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvswap import _C
 from kvswap.codecs import CODECS, Coding
+from kvswap.codecs._coding import PATHS
 
 from .errors import UsageError
 from .geometry import Geometry, Group, scale
@@ -68,8 +69,8 @@ class Settings:
                 f"--codec needs {_LEAST_CODED} bytes a block in each layer, and there are {least}: larger blocks "
                 "(--bytes-per-block)"
             )
-        if self.path not in ("auto", "burst", "kernel"):
-            raise UsageError(f"--path {self.path} moves bytes as they are: --codec needs auto, burst or kernel")
+        if self.path not in PATHS:
+            raise UsageError(f"--path {self.path} moves bytes as they are: --codec needs one of {', '.join(PATHS)}")
 
     @property
     def lossless(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_disagg, get_memory
 
 from kvswap._log import logger
+from kvswap.codecs._coding import PATHS
 from kvswap.sglang._coded import CodedPages, WriteBack, refuse
 from kvswap.sglang._plugin import CODEC_SWITCH, PROBE
 
@@ -28,6 +30,8 @@ def _why_not(cache: Any) -> str | None:
         return f"is {get_memory().hicache_host_memory_mode} (--hicache-host-memory-mode), and has no place for them"
     if get_disagg().disaggregation_mode == "decode":
         return "may have to give back pages of a retracted request that do not fit"
+    if os.environ.get("KVSWAP_PATH", "auto") not in ("", *PATHS):
+        return f"cannot be coded by KVSWAP_PATH={os.environ['KVSWAP_PATH']}: use one of {', '.join(PATHS)}"
     if cache.pp_size > 1:
         return "is of one pipeline stage of several, which do not tell each other what does not fit"
     return None

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from kvswap.codecs import Coding, Field
+from kvswap.codecs._coding import PATHS
 from kvswap.codecs._pages import Page, kind_of, plain, token_by_token
 from kvswap.vllm._handler import codec_of, options_of
 
@@ -142,8 +143,8 @@ def _refuse_beside(extra_config: Mapping[str, Any]) -> None:
             "spec_name or kvswap_codec"
         )
     path = options_of(extra_config)["path"]
-    if path not in ("auto", "burst", "kernel"):
-        raise ValueError(f"kvswap_codec: kvswap_path {path} moves bytes as they are. Use auto, burst or kernel")
+    if path not in PATHS:
+        raise ValueError(f"kvswap_codec: kvswap_path {path} moves bytes as they are. Use one of {', '.join(PATHS)}")
     for tier in extra_config.get("secondary_tiers") or ():
         if tier.get("type") not in _TIERS or tier.get("module_path", "kvswap.vllm") != "kvswap.vllm":
             raise ValueError(

@@ -6,6 +6,7 @@ not fit fail by themselves, and so do loads of them; what cannot be coded is ref
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,9 @@ from transfers import tiny_slots
 
 import kvswap
 from kvswap import testing
-from kvswap.codecs import Coding, Field, Verdict
+from kvswap.codecs import Coding, Field, Verdict, _coding
 from kvswap.memory import HostPool
+from kvswap.typing import ForcedPath
 
 LAYERS = 3
 PAGE = 4096 + 72  # 72 bytes that no field names
@@ -525,6 +527,18 @@ def test_without_kernels_a_coded_pool_is_refused(device: kvswap.Device) -> None:
     run = run_python(WITHOUT_KERNELS.format(device=device.name), KVSWAP_DISABLE="kernel")
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("a coded pool needs kernels, and they are off: KVSWAP_DISABLE names 'kernel'")
+
+
+def test_the_paths_that_code_are_those_of_the_table(device: kvswap.Device) -> None:
+    """Python refuses the others before anything is queued; so does the call."""
+    assert PATHS == _coding.PATHS
+    tiers = Tiers(device, coding_of("exact"))
+    for path in typing.get_args(ForcedPath):
+        if path in PATHS:
+            tiers.store([1], [2], path=path).wait(PATIENCE)
+        else:
+            with pytest.raises((kvswap.Error, ValueError)):
+                tiers.store([1], [2], path=path)
 
 
 def test_a_pool_holds_its_coding(device: kvswap.Device) -> None:

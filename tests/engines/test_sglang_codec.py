@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -182,11 +183,13 @@ def test_a_codec_that_does_not_fit_the_pool() -> None:
         (lambda tree: setattr(of("context").get_memory(), "hicache_storage_backend", "file"), "has a storage backend"),
         (lambda tree: setattr(of("context").get_memory(), "hicache_host_memory_mode", "buffer_only"), "buffer_only"),
         (lambda tree: setattr(of("context").get_disagg(), "disaggregation_mode", "decode"), "retracted request"),
+        (lambda tree: os.environ.update(KVSWAP_PATH="strided"), "KVSWAP_PATH=strided: use one of auto, burst, kernel"),
         (lambda tree: setattr(tree, "pp_size", 2), "one pipeline stage"),
         (lambda tree: setattr(tree, "tree_components", (ComponentType.FULL, ComponentType.SWA)), "full attention"),
     ],
 )
-def test_what_does_not_go_with_a_codec(change: Any, why: str) -> None:
+def test_what_does_not_go_with_a_codec(change: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_PATH", "")  # as it was, after the test
     cache, _, engine = start()
     tree = of("tree").UnifiedRadixCache()
     change(tree)
