@@ -99,7 +99,7 @@ def window_keys(keys: NDArray[np.uint64], found: NDArray[np.uint64], most: int) 
     low = found & np.uint64(3)
     counted = found >= FULL
     low[counted] = (most + found[counted] - np.uint64(FULL)) << np.uint64(2) | np.uint64(_COUNTED)
-    return keys & ~np.uint64((1 << 2 + _COUNT_BITS) - 1) | low
+    return np.asarray(keys & ~np.uint64((1 << 2 + _COUNT_BITS) - 1) | low, np.uint64)
 
 
 def misfits(hashes: NDArray[np.uint64], seed: int, kind: Kind) -> NDArray[np.int64]:
