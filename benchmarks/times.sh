@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # How long what the docs tell people to run takes, in seconds: benchmarks/times.sh OUT [LOG]
 # Makes OUT/times.txt from a clean clone, without ccache. LOG: the output of .ci/run of this commit, which has the time
-# of the tests and of all checks; without it they are left out. Nothing else should run meanwhile.
+# of the tests and of all checks; without it they are left out. Nothing else should run meanwhile. No CUDA kernels are
+# compiled.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath "${1:?OUT}")/times.txt log=${2:+$(realpath "$2")}
 [ -z "$(git status --porcelain)" ] || { echo "commit first: a record names its commit" >&2; exit 1; }
-export PIP_DISABLE_PIP_VERSION_CHECK=1 CCACHE_DISABLE=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 CCACHE_DISABLE=1 KVSWAP_CUDA=off
 unset CC
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 git clone -q . "$work/kvswap"
-echo "# kvswap $(git rev-parse --short=9 HEAD), $(nproc) cores of a shared machine: benchmarks/times.sh OUT" >"$out"
+echo "# kvswap $(git rev-parse --short=9 HEAD), $(nproc) cores of a shared machine: benchmarks/times.sh OUT, without kernels" >"$out"
 cd "$work/kvswap"
 
 timed() { # NAME COMMAND...: a row, of a command that succeeds or ends with a warning

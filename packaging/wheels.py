@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -39,7 +40,8 @@ ENVIRONMENT = {
 }
 FACTS = """
 import json, sys, sysconfig
-print(json.dumps([sysconfig.get_python_version() + sys.abiflags, sysconfig.get_config_var("EXT_SUFFIX")]))
+version = sysconfig.get_python_version() + sys.abiflags
+print(json.dumps([version, sysconfig.get_config_var("EXT_SUFFIX"), sysconfig.get_config_h_filename()]))
 """
 
 # Run by the interpreter that the wheel is for, in the unpacked sdist. The interpreter's own flags (of its distribution,
@@ -64,7 +66,8 @@ def run(*command, **options):
 class Interpreter:
     def __init__(self, path):
         self.path = path
-        self.version, self.suffix = json.loads(run(path, "-c", FACTS))
+        self.version, self.suffix, config_h = json.loads(run(path, "-c", FACTS))
+        self.config_h = Path(config_h)
 
     def environment(self, folder):
         """A new virtual environment with what a wheel is built with; its interpreter."""
@@ -124,20 +127,38 @@ def build_liburing(archive, folder, cc):
     shutil.copy(source / "src/liburing.a", folder / "liburing/lib")
 
 
-def build_wheel(sdist, python, suffix, arch, cc, folder):
+def debian_headers(config_h, arch, folder):
+    """Options of the compiler for Debian's Python, whose pyconfig.h includes <MACHINE-linux-gnu/pythonX/pyconfig.h>.
+    zig does not look in that folder, which has this machine's only; aarch64's says the same."""
+    name = config_h.parent.name
+    here = config_h.parent.parent / f"{platform.machine()}-linux-gnu" / name
+    if not here.is_dir():
+        return ""
+    link = folder / f"{arch}-linux-gnu" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(here)
+    return f" -isystem{folder}"
+
+
+def build_wheel(sdist, python, interpreter, arch, cc, folder, stub=None):
     """Build a wheel with the interpreter of a build environment; its path. All interpreters use one folder: with
-    equal paths ccache reuses the objects that do not include Python.h."""
+    equal paths ccache reuses the objects that do not include Python.h. stub: kvswap/_C.pyi with the docstrings, for
+    another machine: a build takes them from the extension, which does not run here then."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with tarfile.open(sdist) as tar:
         tar.extractall(folder, filter="data")
     (source,) = folder.iterdir()
+    if stub is not None:
+        (source / "kvswap/_C.pyi").write_bytes(stub)
     settings = {
         "CC": f"ccache {cc}" if shutil.which("ccache") else str(cc),
-        "CFLAGS": f"-DNDEBUG -fwrapv -fno-strict-aliasing -ffile-prefix-map={source}=.",
+        "CFLAGS": f"-DNDEBUG -fwrapv -fno-strict-aliasing -ffile-prefix-map={source}=."
+        + debian_headers(interpreter.config_h, arch, folder.with_name("headers")),
         "CCSHARED": "-fPIC",
         "LDSHARED": f"{cc} -shared -Wl,-s",
-        "EXT_SUFFIX": suffix.replace(platform.machine(), arch),
+        "EXT_SUFFIX": interpreter.suffix.replace(platform.machine(), arch),
         "Py_ENABLE_SHARED": 0,
     }
     environment = {**os.environ, **ENVIRONMENT, "_PYTHON_HOST_PLATFORM": f"manylinux_{GLIBC.replace('.', '_')}-{arch}"}
@@ -173,15 +194,18 @@ def main():
         os.environ["ZIG_LOCAL_CACHE_DIR"] = os.environ["ZIG_GLOBAL_CACHE_DIR"]
         os.environ["CCACHE_COMPILERCHECK"] = f"string:zig {metadata.version('ziglang')}"
         tools = {}
-        for arch in args.arch or ARCHS:
+        for arch in sorted(args.arch or ARCHS, key=lambda arch: arch != platform.machine()):
             tools[arch] = compiler(work / arch, arch)
             if not (work / arch / "liburing/lib/liburing.a").exists():
                 build_liburing(args.liburing, work / arch, tools[arch])
         for version, interpreter in found.items():
-            python = interpreter.environment(work / f"python{version}")
+            python, stub = interpreter.environment(work / f"python{version}"), None
             for arch, cc in tools.items():
-                wheel = build_wheel(args.sdist.resolve(), python, interpreter.suffix, arch, cc, work / arch / "build")
+                wheel = build_wheel(args.sdist.resolve(), python, interpreter, arch, cc, work / arch / "build", stub)
                 shutil.copy(wheel, args.out)
+                if arch == platform.machine():
+                    with zipfile.ZipFile(wheel) as archive:
+                        stub = archive.read("kvswap/_C.pyi")
                 print(version, arch, flush=True)
     for wheel in sorted(args.out.glob("*.whl")):
         print(f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel}")

@@ -55,20 +55,27 @@ class Picture:
 
 
 def tiers() -> Picture:
-    p = Picture(760, 250, "An engine, kvswap, and the three tiers between which it moves blocks")
-    p.box(30, 20, 700, 44, "the engine (vLLM, SGLang, TensorRT-LLM, FastDeploy, your own) decides which blocks move")
-    p.text(380, 92, "block ids and addresses   ↓        ↑   which blocks arrived, which are lost", "middle", FAINT)
-    p.box(30, 110, 180, 110, "GPU memory\n\nthe model's cache", BLUE)
-    p.box(290, 110, 180, 110, "host memory\n\nhost pools", GREEN)
-    p.box(550, 110, 180, 110, "files\n\nthe file tier", AMBER)
-    p.arrow((216, 150), (284, 150))
-    p.text(250, 142, "offload", "middle", size=12)
-    p.arrow((284, 185), (216, 185))
-    p.text(250, 204, "onboard", "middle", size=12)
-    p.arrow((476, 150), (544, 150))
-    p.text(510, 142, "store", "middle", size=12)
-    p.arrow((544, 185), (476, 185))
-    p.text(510, 204, "load", "middle", size=12)
+    """Narrow, since the README shows it on telephones."""
+    p = Picture(540, 250, "An engine, kvswap, and the three tiers between which it moves blocks")
+    p.box(
+        16,
+        14,
+        508,
+        54,
+        "an engine decides which blocks move:\nvLLM, SGLang, LMCache, TensorRT-LLM, FastDeploy, your own",
+        size=16,
+    )
+    p.text(270, 96, "block ids  ↓    kvswap    ↑  which arrived, which are lost", "middle", size=16)
+    for x, name, what, fill in (
+        (16, "GPU memory", "a model's cache", BLUE), (203, "host memory", "pinned pools", GREEN),
+        (390, "files, nodes", "for longer", AMBER),
+    ):  # fmt: skip
+        p.box(x, 116, 134, 116, f"{name}\n\n{what}", fill, 16)
+    for x, there, back in ((152, "offload", "onboard"), (339, "store", "load")):
+        p.text(x + 25, 152, there, "middle", size=13)
+        p.arrow((x, 160), (x + 49, 160))
+        p.arrow((x + 49, 192), (x, 192))
+        p.text(x + 25, 210, back, "middle", size=13)
     return p
 
 

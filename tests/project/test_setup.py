@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes.util
 import json
 import os
+import platform
 import re
 import shutil
 import struct
@@ -181,6 +182,20 @@ def test_the_scripts_explain_themselves_without_their_tools(script: str) -> None
     command = [sys.executable, str(ROOT / "packaging" / f"{script}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "--liburing" in done.stdout, done.stderr
+
+
+def test_headers_of_debians_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    import wheels
+
+    machine, config_h = platform.machine(), tmp_path / "include/python3.13/pyconfig.h"
+    assert wheels.debian_headers(config_h, "aarch64", tmp_path / "headers") == ""
+    of_machine = tmp_path / f"include/{machine}-linux-gnu/python3.13"
+    of_machine.mkdir(parents=True)
+    (of_machine / "pyconfig.h").write_text("#define SIZEOF_LONG 8\n")
+    for _ in range(2):  # another interpreter or a kept folder finds it made
+        assert wheels.debian_headers(config_h, "aarch64", tmp_path / "headers") == f" -isystem{tmp_path}/headers"
+    assert "SIZEOF_LONG" in (tmp_path / "headers/aarch64-linux-gnu/python3.13/pyconfig.h").read_text()
 
 
 def test_the_changelog_has_this_version() -> None:
