@@ -46,7 +46,8 @@ def table(costs: _C._Costs, before: _C._Costs) -> str:
 
 def _path(path: str, cost: _C._PathCost | None) -> Iterator[str]:
     name = f"      [KVS_PATH_{path.upper()}] ="
-    if cost is None:  # unknown
+    if cost is None:
+        yield f"{name} {{.start = -1}}, /* unknown */"
         return
     yield f"{name} {{.start = {cost['start']:.15g}, .extra = {cost['extra']:.15g},"
     yield f"        .each = {{{_numbers(cost['each'])}}}{',' if cost['run'] else '},'}"

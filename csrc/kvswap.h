@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "kvswap_ids.h"
+#include "kvswap_lend.h"
 #include "kvswap_status.h"
 #ifdef __has_include
 #if __has_include("kvswap_version.h")
@@ -40,6 +41,7 @@ enum kvs_path {
   KVS_PATH_AUTO,
   KVS_PATH_DMA,
   KVS_PATH_STRIDED,
+  KVS_PATH_BORROW,
   KVS_PATH_BURST,
   KVS_PATH_KERNEL,
   KVS_PATH_DIRECT,
@@ -124,7 +126,8 @@ struct kvs_stats {
   uint64_t staging_nbytes;                        /* memory held for descriptors */
   uint64_t waits_raw, waits_war, waits_waw;       /* waits for hazards; one wait may count for several kinds */
   struct kvs_path_stats paths[3][KVS_PATHS_MOST]; /* by direction and path */
-  uint64_t reserved[16];
+  uint64_t lent_bytes_d2h, lent_bytes_h2d;        /* that other devices' transfers have queued on this device's link */
+  uint64_t reserved[14];
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening

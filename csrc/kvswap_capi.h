@@ -96,6 +96,8 @@
   X(engine_set_slots)                                                                                                  \
   X(engine_slots_nbytes)                                                                                               \
   X(engine_burst_note)                                                                                                 \
+  X(engine_lend)                                                                                                       \
+  X(engine_lender)                                                                                                     \
   X(engine_costs_note)
 
 #ifdef __cplusplus

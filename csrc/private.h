@@ -69,10 +69,12 @@ int kvs_direction_between(struct kvs_engine *engine, uint64_t src, uint64_t dst,
 /* -- paths/table.c ------------------------------------------------------------------------------------------------- */
 /* Private: for devices(), which opens none. */
 
-/* Of paths, for what is said of devices that are not open. threads: the device's copy, so that it is a host device. */
+/* Of paths, for what is said of devices that are not open. threads: the device's copy, so that it is a host device.
+ * lender: another device's link. */
 bool kvs_path_needs_kernels(enum kvs_path path);
 bool kvs_path_needs_threads(enum kvs_path path);
 bool kvs_path_codes(enum kvs_path path);
+bool kvs_path_needs_lender(enum kvs_path path);
 
 /* -- memory/pool.c ------------------------------------------------------------------------------------------------- */
 /* Private: a wait with a limit, and a check that other layers make before they use a pool. */

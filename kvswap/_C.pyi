@@ -75,6 +75,15 @@ class Device:
         pace_gbps: float | None = None,
     ) -> None: ...
     def set_slots(self, slot_nbytes: int, count: int = 3, *, timeout: float | None = 10.0) -> None: ...
+    def lend(
+        self,
+        to: DeviceLike,
+        slot_nbytes: int = 4194304,
+        count: int = 2,
+        *,
+        share: float = 1.0,
+        timeout: float | None = 10.0,
+    ) -> None: ...
     def synchronize(self, timeout: float | None = None) -> None: ...
     def alloc(self, nbytes: int, *, host: bool = False, chunks: bool = False) -> Memory: ...
     def register(self, ptr: Address, nbytes: int | None = None) -> None: ...
@@ -705,6 +714,7 @@ class _PathFacts(TypedDict):
     kernels: bool
     threads: bool
     codes: bool
+    lender: bool
 
 class _ExportFields(TypedDict):
     device: str

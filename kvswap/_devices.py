@@ -181,10 +181,13 @@ def _host() -> DeviceInfo:
 
 def _paths(*, kernels: str, threads: str) -> dict[str, str]:
     """Each path: on, or why not; kernels and threads: whether there is what it may need."""
-    return {
-        path["name"]: _disabled(path["name"]) or (kernels if path["kernels"] else threads if path["threads"] else "on")
-        for path in _C._paths()
-    }
+
+    def state(path: _C._PathFacts) -> str:
+        if path["lender"]:
+            return "no device lends its link: see Device.lend()"
+        return kernels if path["kernels"] else threads if path["threads"] else "on"
+
+    return {path["name"]: _disabled(path["name"]) or state(path) for path in _C._paths()}
 
 
 def _disabled(path: str) -> str:

@@ -21,7 +21,7 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 Words: TypeAlias = NDArray[np.uint64]
 
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
-PATHS: tuple[ForcedPath, ...] = get_args(ForcedPath)
+PATHS: tuple[ForcedPath, ...] = tuple(path for path in get_args(ForcedPath) if path != "borrow")  # which a burst tells
 UNPACED = 1e4  # GB/s, as a caller asks for it: above any link
 WAIT_LIMIT = 60.0
 

@@ -67,7 +67,7 @@ GpuIds: TypeAlias = Ids | HasDLPack | HasCudaArrayInterface
 GpuOrder: TypeAlias = Literal["pool", "stream"]  # with ids in GPU memory: who orders the GPU's side
 Sizes: TypeAlias = SupportsIndex | NDArray[np.integer[Any]] | Sequence[SupportsIndex]  # one, or one a tensor
 DirectionLike: TypeAlias = Literal["D2H", "H2D", "d2h", "h2d"] | SupportsIndex  # 0 and 1; kvswap.Direction
-ForcedPath: TypeAlias = Literal["dma", "strided", "burst", "kernel", "direct"]
+ForcedPath: TypeAlias = Literal["dma", "strided", "borrow", "burst", "kernel", "direct"]
 Path: TypeAlias = Literal["auto", ForcedPath]
 Priority: TypeAlias = Literal["high", "normal", "background"]
 
@@ -185,11 +185,18 @@ class ArrayInterface(TypedDict):
     version: int
 
 
+class Lending(TypedDict):
+    slot_nbytes: int
+    count: int
+    share: float
+
+
 class OpenedInfo(CudaInfo):
     """Device.info."""
 
     burst: str  # "on", or why path burst is off or has less memory than wanted
     slots_nbytes: int  # GPU memory that path burst uses
+    lenders: dict[str, Lending]  # devices that lend their link to this one, and what Device.lend() was told
     costs: str  # the source of the costs by which path auto predicts
 
 
@@ -221,6 +228,8 @@ class DeviceStats(TypedDict):
     waits_raw: int
     waits_war: int
     waits_waw: int
+    lent_bytes_d2h: int
+    lent_bytes_h2d: int
     paths: dict[str, dict[str, PathStats]]
 
 

@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folders whose modules tests and stand-ins of other folders import.
 ROOMS = [str(ROOT / "tests" / room) for room in ("", "core", "engines", "files", "project", "remote", "stand_ins")]
 sys.path[:0] = ROOMS
-PATHS: tuple[str, ...] = get_args(CopyPath)
+PATHS: tuple[str, ...] = tuple(path for path in get_args(CopyPath) if path != "borrow")  # that one needs a lender
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
 # Under a sanitizer what is freed stays resident for a while, and a limit on addresses leaves no room for its own.

@@ -190,6 +190,8 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
   for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) pthread_mutex_destroy(&engine->slots[i].lock);
+  kvs_lent_destroy(engine);
+  pthread_mutex_destroy(&engine->lend_lock);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
   free(engine);
 }
@@ -217,6 +219,8 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
   for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) pthread_mutex_init(&engine->slots[i].lock, NULL);
+  kvs_lent_init(engine);
+  pthread_mutex_init(&engine->lend_lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
   load_costs(engine);
   pthread_once(&racecheck, start_racecheck);

@@ -50,6 +50,8 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
       .waits_raw = atomic_load(&engine->waits[KVS_RAW]),
       .waits_war = atomic_load(&engine->waits[KVS_WAR]),
       .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
+      .lent_bytes_d2h = atomic_load(&engine->lent_nbytes[KVS_D2H]),
+      .lent_bytes_h2d = atomic_load(&engine->lent_nbytes[KVS_H2D]),
   };
   stats_of_paths(engine, stats);
   if (kvs_dev_forked(engine->device)) return;

@@ -88,7 +88,7 @@ static bool query_others(const struct kvs_host_memory *memory, uint64_t ptr, str
 
 bool kvs_host_memory_reaches(const struct kvs_host_memory *memory, const struct kvs_region *region) {
   if (region->memory != KVS_MEMORY_DEVICE || region->device == memory->ordinal) return true;
-  return region->device < 64 && !(atomic_load(&memory->unreachable_peers) >> region->device & 1);
+  return region->device >= 64 || !(atomic_load(&memory->unreachable_peers) >> region->device & 1);
 }
 
 void kvs_host_memory_destroy(struct kvs_host_memory *memory) {

@@ -18,6 +18,7 @@
 #include "base/wait.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
+#include "lanes/lent.h"
 #include "lanes/state.h"
 #include "lanes/transfer.h"
 #include "racecheck/racecheck.h"
@@ -25,8 +26,8 @@
 /* -- making and finding ---------------------------------------------------------------------------------------- */
 
 /* Loads overtake stores: normal loads get a higher stream priority. */
-static int stream_priority(const struct kvs_device_info *info, enum kvs_direction direction,
-                           enum kvs_priority priority) {
+int kvs_lane_stream_priority(const struct kvs_device_info *info, enum kvs_direction direction,
+                             enum kvs_priority priority) {
   int low = info->priority_low, high = info->priority_high;
   if (priority == KVS_PRIORITY_HIGH) return high;
   if (priority == KVS_PRIORITY_BACKGROUND) return low;
@@ -59,8 +60,8 @@ static int take_stream_locked(struct kvs_engine *engine, enum kvs_direction dire
     free(spare);
     return KVS_OK;
   }
-  return kvs_dev_stream_create(engine->device, stream_priority(&engine->device->info, direction, priority), stream,
-                               err);
+  return kvs_dev_stream_create(engine->device, kvs_lane_stream_priority(&engine->device->info, direction, priority),
+                               stream, err);
 }
 
 static int add_spare(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
@@ -68,7 +69,7 @@ static int add_spare(struct kvs_engine *engine, enum kvs_direction direction, en
   struct kvs_spare *spare = malloc(sizeof *spare);
   if (!spare) return kvs_fail(err, KVS_NOMEM, "no memory for a stream");
   *spare = (struct kvs_spare){.next = engine->spare, .direction = direction, .priority = priority};
-  int wanted = stream_priority(&engine->device->info, direction, priority);
+  int wanted = kvs_lane_stream_priority(&engine->device->info, direction, priority);
   int status = kvs_dev_stream_create(engine->device, wanted, &spare->stream, err);
   if (status)
     free(spare);
@@ -306,6 +307,7 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   int status = oldest->end ? kvs_dev_event_query(engine->device, oldest->end, err)
                            : kvs_dev_stream_query(engine->device, lane->stream, err);
   if (!status && oldest->unjoined) status = kvs_dev_stream_query(engine->device, lane->burst_stream, err);
+  if (!status && oldest->unjoined) status = kvs_lent_settled(engine, lane->direction, err);
   if (!status && atomic_load(&oldest->unsettled))
     return kvs_fail(err, KVS_NOT_READY, "transfers are unfinished"); /* kvs_late_settle() does it */
   return status;

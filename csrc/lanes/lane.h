@@ -5,6 +5,8 @@
 
 #include "lanes/state.h"
 
+/* The driver's priority of a lane's streams. */
+int kvs_lane_stream_priority(const struct kvs_device_info *, enum kvs_direction, enum kvs_priority);
 /* Make the spare streams, when the device is opened. */
 int kvs_lanes_stock(struct kvs_engine *, struct kvs_error *);
 /* Find or create the lane for a submission, and hold it until release. leftovers: the submission was refused after it

@@ -5,6 +5,7 @@
  *      engine->hazard_lock  a pool transfer, from its check until the tables hold it (two engines: lanes/peer.h; all:
  *                           memory/vacate.h)
  *      slots->lock          one transfer at a time is queued through a set of slots; trylock only
+ *      engine->lend_lock, then way->lock: the same through a link that is lent; trylock only
  *   1. engine->stream_locks one submitter at a time for each stream of the caller
  *   2. lane->submit         one submitter at a time for each lane; held while a transfer is queued on the device
  *   3. engine->lock         the list of lanes
@@ -25,6 +26,7 @@
 #include "device/device.h"
 #include "kvswap.h"
 #include "lanes/hazard.h"
+#include "lanes/lent.h"
 #include "lanes/pool_state.h"
 #include "lanes/tables.h"
 #include "lanes/work.h"
@@ -165,6 +167,10 @@ struct kvs_engine {
   char costs_note[240]; /* where the costs come from */
   struct kvs_tables tables;
   struct kvs_slots slots[2 * KVS_SLOT_SETS]; /* sets of D2H, then sets of H2D */
+  struct kvs_lent lent[KVS_LENDERS];         /* links of other devices, for transfers of this one */
+  pthread_mutex_t lend_lock;                 /* one change of `lent` at a time; ways' locks are taken under it */
+  atomic_uint_fast64_t lent_least;           /* bytes of the smallest slot of these links; 0: none is lent */
+  atomic_uint_fast64_t lent_nbytes[2];       /* by direction: queued on this device's link by others */
   pthread_mutex_t note_lock;                 /* a leaf */
   char burst_note[KVS_BURST_NOTE]; /* guarded by note_lock: why there are no slots, or smaller ones than wanted; else
                                       empty */

@@ -13,6 +13,10 @@
  *
  * Blocks of coded pools are coded while they are packed or unpacked: a slot holds them as the host does.
  *
+ * Path borrow is a burst that shares its pieces out over links that other devices lend (lend.h). Its own link has
+ * larger ones, and all links end together. The lane stream waits for the lent pieces of a view, so that whatever
+ * follows a transfer follows these too.
+ *
  * After a refused driver call the state of a slot is unknown: the set is not used until both streams are idle, and the
  * copy engine repeats the transfer behind that work, or the kernel what is coded. */
 #include <math.h>
@@ -21,6 +25,7 @@
 #include "lanes/buffers.h"
 #include "lanes/lane.h"
 #include "paths/copies.h"
+#include "paths/lend.h"
 #include "paths/many.h"
 #include "paths/parts.h"
 #include "paths/path.h"
@@ -35,6 +40,7 @@ enum {
   LAYER_RUN_NBYTES = 128 << 10,
   LEAST_LAYER_GROUPS = 4,
   MOST_LAYER_GROUPS = 8,
+  OWN_PIECES = 4,
 };
 
 /* The kernels of bursts use SMs that the model needs, so a burst must be this much faster than the copy engine alone.
@@ -73,11 +79,19 @@ static size_t layer_group_end(const struct kvs_submission *s, size_t layer) {
   return end;
 }
 
+/* The most bytes of a block that stay together. Pieces of a lent link are small; rows that are not cut need not fit. */
+static uint64_t most_packed(const struct kvs_submission *s) {
+  uint64_t least = kvs_slot_room(s, atomic_load(&s->engine->lent_least));
+  bool whole = s->work->layered || s->work->codings;
+  bool lent = least && least < s->burst_nbytes;
+  return lent && !(whole && kvs_longest_packed(&s->work->scratch->rows) > least) ? least : s->burst_nbytes;
+}
+
 /* Pack the work's rows, once. */
 static int pack(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   struct kvs_scratch *scratch = work->scratch;
-  uint64_t most = s->burst_nbytes;
+  uint64_t most = most_packed(s);
   size_t *ends, nends = 0;
   if (work->packed) return KVS_OK;
   work->packed = true;
@@ -159,28 +173,18 @@ static const char *why_not(const struct kvs_submission *s, char room[KVS_BURST_N
 }
 
 static void release(struct kvs_submission *s) {
+  kvs_lent_release(s);
   if (s->slots) pthread_mutex_unlock(&s->slots->lock);
   s->slots = NULL;
-}
-
-/* The most bytes that a burst has in its slot. Coded bytes are fewer than the kernel's: of these, too, a burst has no
- * more than a slot holds, so that its kernel takes no longer than another one. */
-static uint64_t burst_nbytes(const struct kvs_submission *s) {
-  const struct kvs_rows *rows = &s->work->scratch->rows;
-  uint64_t nbytes = 0, packed = 0, slot = s->slots->slot_nbytes;
-  for (size_t i = 0; s->work->codings && i < rows->count; i++) {
-    nbytes += rows->items[i].nbytes;
-    packed += kvs_row_packed_nbytes(&rows->items[i]);
-  }
-  return packed < nbytes ? (uint64_t)((double)slot * (double)packed / (double)nbytes) : slot;
 }
 
 /* False, for example: both sets wait for other lanes. Layered transfers do not cut rows, nor do coded ones, so a burst
  * must hold the longest row. The slot size is known once the set is locked. */
 static bool take(struct kvs_submission *s) {
+  kvs_lent_release(s); /* path borrow may have held some */
   if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
   if (!s->slots) return false;
-  s->burst_nbytes = burst_nbytes(s);
+  s->burst_nbytes = kvs_slot_room(s, s->slots->slot_nbytes);
   bool whole = s->work->layered || s->work->codings;
   if (whole && kvs_longest_packed(&s->work->scratch->rows) > s->burst_nbytes) release(s);
   return s->slots != NULL;
@@ -228,7 +232,7 @@ static int prepare(struct kvs_submission *s) {
   int status = list ? kvs_prepare_list(s) : pack(s);
   if (!status && !list) status = prepare_pairs(s);
   if (status) return status;
-  bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
+  bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers && !s->nlent;
   one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
   s->first = one ? s->lane->stream : s->lane->burst_stream;
   s->ahead = !one && may_run_ahead(s);
@@ -246,11 +250,11 @@ static unsigned full_width(const struct kvs_submission *s) {
 }
 
 /* A list uploads its pieces, a grid its pairs. */
-static int upload(struct kvs_submission *s, const struct kvs_burst *burst, struct kvs_error *why) {
+static int upload(struct kvs_submission *s, const struct kvs_burst *burst, kvs_stream stream, struct kvs_error *why) {
   const size_t end = burst->first + burst->count, size = sizeof(struct kvs_piece);
-  if (!s->listed) return kvs_place_pairs(s, burst->first, end, s->first, why);
+  if (!s->listed) return kvs_place_pairs(s, burst->first, end, stream, why);
   size_t at = (size_t)(s->units.pieces - s->transfer->staging->device);
-  return kvs_upload(s, at + burst->first * size, at + end * size, s->first, why);
+  return kvs_upload(s, at + burst->first * size, at + end * size, stream, why);
 }
 
 static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint64_t slot, kvs_stream stream,
@@ -333,7 +337,7 @@ static int issue_burst(struct kvs_submission *s, struct kvs_piece *pieces, const
   int status = s->listed ? kvs_burst_list(packing, pieces, burst, direction, at, regions, why)
                          : kvs_burst_copies(packing, burst, direction, at, regions, why);
   if (!status) status = kvs_dev_stream_wait(s->device, s->first, slots->free[slot], why);
-  if (!status) status = upload(s, burst, why);
+  if (!status) status = upload(s, burst, s->first, why);
   if (!status && gather) status = kvs_resolve_ids(s, s->first, why);
   if (!status) status = gather ? launch(s, burst, at, s->first, why) : copy(s, s->first, why);
   if (!status) status = join_stages(s, slot, why);
@@ -347,15 +351,87 @@ static int issue_burst(struct kvs_submission *s, struct kvs_piece *pieces, const
   return status;
 }
 
+/* -- over a lender's link ---------------------------------------------------------------------------------------- */
+
+/* Between the far slot and the host, by the lender's copy engine. */
+static int lent_copy(struct kvs_submission *s, const struct kvs_lent_way *way, unsigned stage, struct kvs_error *why) {
+  int status = kvs_lent_enter(way, stage, why);
+  s->link = way->lender->device;
+  if (!status) status = copy(s, way->stages[stage].stream, why);
+  s->link = s->device;
+  return status ? status : kvs_lent_leave(way, stage, why);
+}
+
+/* Between blocks and the near slot, by a kernel. */
+static int lent_launch(struct kvs_submission *s, const struct kvs_lent_way *way, const struct kvs_burst *burst,
+                       unsigned stage, struct kvs_error *why) {
+  const kvs_stream stream = way->stages[stage].stream;
+  int status = kvs_lent_enter(way, stage, why);
+  if (!status) status = s->listed ? upload(s, burst, stream, why) : KVS_OK; /* a grid's pairs are there */
+  if (!status) status = launch(s, burst, kvs_lent_near(way), stream, why);
+  return status ? status : kvs_lent_leave(way, stage, why);
+}
+
+static int issue_lent(struct kvs_submission *s, struct kvs_lent_way *way, struct kvs_piece *pieces,
+                      const struct kvs_burst *burst, struct kvs_error *why) {
+  struct kvs_packing *packing = &s->work->scratch->packing;
+  const struct kvs_regions *regions = &s->work->scratch->regions;
+  enum kvs_direction direction = s->work->direction;
+  const bool gather = direction == KVS_D2H;
+  const uint64_t far = kvs_lent_far(way);
+  int status = s->listed ? kvs_burst_list(packing, pieces, burst, direction, far, regions, why)
+                         : kvs_burst_copies(packing, burst, direction, far, regions, why);
+  for (size_t i = burst->first; !status && s->listed && i < burst->first + burst->count; i++)
+    *(gather ? &pieces[i].dst : &pieces[i].src) += kvs_lent_near(way) - far; /* the kernel's side of the slot */
+  if (!status) status = gather ? lent_launch(s, way, burst, 0, why) : lent_copy(s, way, 0, why);
+  if (!status) status = kvs_lent_hop(s, way, burst->nbytes, why);
+  if (!status) status = gather ? lent_copy(s, way, 2, why) : lent_launch(s, way, burst, 2, why);
+  if (!status) kvs_lent_next_piece(way);
+  return status;
+}
+
+/* -- the bursts of a view ---------------------------------------------------------------------------------------- */
+
+/* The bytes of the next burst. Beside lent links the device's own has no more than OWN_PIECES of theirs, so that all
+ * end together. */
+static uint64_t most_of(const struct kvs_submission *s, const struct kvs_lent_way *way) {
+  uint64_t most = s->burst_nbytes, lent = 0;
+  if (way) return kvs_slot_room(s, way->lending.slot_nbytes);
+  for (unsigned i = 0; i < s->nlent; i++) {
+    uint64_t nbytes = OWN_PIECES * kvs_slot_room(s, s->lent[i]->lending.slot_nbytes);
+    if (nbytes > lent) lent = nbytes;
+  }
+  return lent && lent < most ? lent : most;
+}
+
+/* The link for the next burst, which is then cut for it. */
+static struct kvs_lent_way *next_link(const struct kvs_submission *s, struct kvs_cutter *cutter) {
+  struct kvs_lent_way *way = kvs_lent_next(s);
+  cutter->slot_nbytes = most_of(s, way);
+  return way;
+}
+
+static int issue_next(struct kvs_submission *s, struct kvs_lent_way *way, struct kvs_piece *pieces,
+                      const struct kvs_burst *burst, struct kvs_error *why) {
+  kvs_lent_give(s, way, burst->nbytes);
+  return way ? issue_lent(s, way, pieces, burst, why) : issue_burst(s, pieces, burst, why);
+}
+
 static int issue_grid(struct kvs_submission *s, struct kvs_error *why) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
-  struct kvs_cutter cutter =
-      kvs_cut_grid(packing, s->first_row, s->rows_end, s->work->direction, s->burst_nbytes, s->work->layered);
+  struct kvs_cutter cutter = kvs_cut_grid(packing, s->first_row, s->rows_end, s->work->direction, s->burst_nbytes,
+                                          s->work->layered || s->nlent);
   struct kvs_burst burst;
   int status = kvs_place_rows(s, s->first, why);
   if (!status) status = kvs_place_codings(s, s->first, why);
-  while (!status && kvs_cut_next(&cutter, packing, &burst)) status = issue_burst(s, NULL, &burst, why);
-  return status;
+  if (!status && s->nlent) status = kvs_place_pairs(s, 0, packing->npairs, s->first, why);
+  if (!status) status = kvs_lent_begin(s, why);
+  while (!status) {
+    struct kvs_lent_way *way = next_link(s, &cutter);
+    if (!kvs_cut_next(&cutter, packing, &burst)) break;
+    status = issue_next(s, way, NULL, &burst, why);
+  }
+  return status ? status : kvs_lent_end(s, why);
 }
 
 static int issue_list(struct kvs_submission *s, struct kvs_error *why) {
@@ -364,10 +440,15 @@ static int issue_list(struct kvs_submission *s, struct kvs_error *why) {
   uint64_t nbytes = 0;
   size_t count = kvs_place_list(s, false, &pieces); /* the copy engine reads or writes the host side */
   for (size_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
-  struct kvs_cutter cutter = kvs_cut_list(nbytes, s->work->direction, s->slots->slot_nbytes, s->work->layered);
-  int status = KVS_OK;
-  while (!status && kvs_cut_next_list(&cutter, pieces, count, &burst)) status = issue_burst(s, pieces, &burst, why);
-  return status;
+  struct kvs_cutter cutter =
+      kvs_cut_list(nbytes, s->work->direction, s->slots->slot_nbytes, s->work->layered || s->nlent);
+  int status = kvs_lent_begin(s, why);
+  while (!status) {
+    struct kvs_lent_way *way = next_link(s, &cutter);
+    if (!kvs_cut_next_list(&cutter, pieces, count, &burst)) break;
+    status = issue_next(s, way, pieces, &burst, why);
+  }
+  return status ? status : kvs_lent_end(s, why);
 }
 
 /* The first stage waits for the transfer's head. `begun` lets later transfers see that this one has started. */
@@ -388,6 +469,7 @@ static int rejoin(struct kvs_submission *s, struct kvs_error *why) {
   int status = KVS_OK;
   for (int tries = 0; tries < 2; tries++) {
     status = s->first == s->lane->stream ? KVS_OK : kvs_lane_fork(s->lane, s->first, s->lane->stream, why);
+    if (!status) status = kvs_lent_rejoin(s, why);
     if (!status) break;
   }
   s->transfer->head = s->lane->stream;

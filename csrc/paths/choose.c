@@ -63,6 +63,7 @@ static bool can_serve(const struct kvs_submission *s, const struct kvs_path_ops 
   if (s->work->codings && !row->codes) return false;
   if (row->needs_host_ids && s->work->on_device.ids) return false;
   if (row->needs_kernels && kvs_kernels_off(s->engine)) return false;
+  if (row->needs_lender && !atomic_load(&s->engine->lent_least)) return false;
   return !row->fits || row->fits(s);
 }
 
@@ -164,6 +165,9 @@ static int refuse(const struct kvs_submission *s, const struct kvs_path_ops *row
     return kvs_fail(s->err, KVS_UNSUPPORTED,
                     "path '%s' moves bytes as they are, and pool '%s' is coded: use path 'auto', 'burst' or 'kernel'",
                     row->name, s->work->coded_pool);
+  if (row->needs_lender && !atomic_load(&s->engine->lent_least))
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: no device lends its link to %s, as Device.lend() does",
+                    row->name, s->engine->name);
   if (row->needs_threads && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is for host devices, and %s is none: use path 'auto'",
                     row->name, s->engine->name);
@@ -200,10 +204,10 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
   if (!status && s->picked) status = pick(s, path);
   if (status) return status;
   row = kvs_paths[*path];
-  if (s->work->on_device.ids && row->fits && !row->fits(s)) row = kvs_paths[ *path = row->instead(s)];
+  while (s->work->on_device.ids && row->fits && !row->fits(s)) row = kvs_paths[ *path = row->instead(s)];
   status = refuse(s, row);
   if (status) return status;
-  if ((row->fits && !row->fits(s)) || !take(s, row)) row = kvs_paths[ *path = row->instead(s)];
+  while ((row->fits && !row->fits(s)) || !take(s, row)) row = kvs_paths[ *path = row->instead(s)];
   return row->check ? row->check(s) : KVS_OK;
 }
 

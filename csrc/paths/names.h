@@ -7,6 +7,7 @@
 #define KVS_PATH_ROWS(ROW) \
   ROW(DMA, dma)            \
   ROW(STRIDED, strided)    \
+  ROW(BORROW, borrow)      \
   ROW(BURST, burst)        \
   ROW(KERNEL, kernel)      \
   ROW(DIRECT, direct)

@@ -40,10 +40,11 @@ static uint64_t room(const struct kvs_submission *s) {
 }
 
 /* Before a call that carries so many bytes. A refused gap does not fail the transfer: a model waits longer. A lost
- * device refuses the call as well. */
+ * device refuses the call as well. A lender's link pauses between pieces. */
 static void leave_gap(struct kvs_submission *s, uint64_t nbytes, kvs_stream stream) {
   struct kvs_lane *lane = s->lane;
   struct kvs_error ignored;
+  if (s->link != s->device) return;
   if (lane->unbroken && lane->unbroken + nbytes > s->most_unbroken) {
     (void)kvs_dev_gap(s->device, stream, &ignored);
     lane->unbroken = 0;
@@ -78,7 +79,7 @@ int kvs_give_one(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t 
     uint64_t most = room(s);
     part = nbytes - at < most ? nbytes - at : most;
     leave_gap(s, part, stream);
-    status = kvs_dev_copy(s->device, dst + at, src + at, part, stream, err);
+    status = kvs_dev_copy(s->link, dst + at, src + at, part, stream, err);
   }
   return status;
 }
@@ -89,7 +90,7 @@ int kvs_give(struct kvs_submission *s, const struct kvs_copies *copies, size_t f
   if (to - from == 1) return kvs_give_one(s, copies->dst[from], copies->src[from], copies->nbytes[from], stream, err);
   for (size_t i = from; i < to; i++) nbytes += copies->nbytes[i];
   leave_gap(s, nbytes, stream);
-  return kvs_dev_copy_batch(s->device, copies, from, to, stream, err);
+  return kvs_dev_copy_batch(s->link, copies, from, to, stream, err);
 }
 
 /* Cut between rows alone. */
@@ -105,7 +106,7 @@ int kvs_give_rect(struct kvs_submission *s, const struct kvs_rect *rect, kvs_str
     part.src = kvs_rect_src(rect, at);
     *(rect->depth > 1 ? &part.depth : &part.height) = count;
     leave_gap(s, count * rect->width, stream);
-    status = kvs_dev_copy_rect(s->device, &part, stream, err);
+    status = kvs_dev_copy_rect(s->link, &part, stream, err);
   }
   return status;
 }

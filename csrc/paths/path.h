@@ -31,6 +31,7 @@ struct kvs_path_ops {
   bool needs_host_ids;    /* ids that are on the device cannot be used */
   bool needs_pinned;      /* kernels reach no pageable host memory */
   bool needs_peer_access; /* kernels reach memory of another device only with peer access */
+  bool needs_lender;      /* another device lends its link */
 
   bool codes; /* it can move blocks of coded pools. AUTO takes the first such row that can serve */
 

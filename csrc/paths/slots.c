@@ -206,6 +206,16 @@ struct kvs_slots *kvs_slots_take(struct kvs_engine *engine, const struct kvs_lan
   return found;
 }
 
+uint64_t kvs_slot_room(const struct kvs_submission *s, uint64_t slot_nbytes) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  uint64_t nbytes = 0, packed = 0;
+  for (size_t i = 0; s->work->codings && i < rows->count; i++) {
+    nbytes += rows->items[i].nbytes;
+    packed += kvs_row_packed_nbytes(&rows->items[i]);
+  }
+  return packed < nbytes ? (uint64_t)((double)slot_nbytes * (double)packed / (double)nbytes) : slot_nbytes;
+}
+
 /* -- giving them back ------------------------------------------------------------------------------------------ */
 
 /* Take the sets out of use, if no transfer uses one. */

@@ -25,13 +25,17 @@ struct kvs_submission {
   const struct kvs_path_ops *taken; /* the path that holds something (take), until it is released; NULL: none does */
   struct kvs_slots *slots;          /* burst: locked while the path is taken; NULL: none */
   uint64_t burst_nbytes;            /* burst: most bytes of one, in its slot */
-  kvs_stream first;                 /* burst: the stream of the first stage */
-  bool ahead;                       /* start dependencies are waited for on the burst stream only */
-  uint64_t scratch[2];              /* of VERIFY, on the lane's stream and on another one; 0: not used yet */
-  size_t uploaded;                  /* number of pairs uploaded or being uploaded */
-  bool begun;                       /* burst: the first burst is queued */
-  uint64_t most_unbroken;           /* bytes that the copy engine is given between two gaps */
-  bool reads_early;                 /* the driver reads the source before its turn: kvs_await_source() */
+  struct kvs_lent_way *lent[KVS_LENDERS]; /* borrow: locked while the path is taken */
+  unsigned nlent;
+  uint64_t given;          /* borrow: bytes that went over the device's own link */
+  struct kvs_device *link; /* whose copy engine is given copies: the device's own, or a lender's */
+  kvs_stream first;        /* burst: the stream of the first stage */
+  bool ahead;              /* start dependencies are waited for on the burst stream only */
+  uint64_t scratch[2];     /* of VERIFY, on the lane's stream and on another one; 0: not used yet */
+  size_t uploaded;         /* number of pairs uploaded or being uploaded */
+  bool begun;              /* burst: the first burst is queued */
+  uint64_t most_unbroken;  /* bytes that the copy engine is given between two gaps */
+  bool reads_early;        /* the driver reads the source before its turn: kvs_await_source() */
   size_t failed_capacity;
   size_t cursor;         /* where kvs_block_by_block() continues */
   bool leftovers;        /* work may be on the streams although the call fails */

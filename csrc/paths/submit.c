@@ -273,7 +273,8 @@ static int submit(struct kvs_submission *s) {
 
 int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
                struct kvs_transfer **out, struct kvs_error *err) {
-  struct kvs_submission s = {.engine = engine, .device = engine->device, .work = work, .options = options, .err = err};
+  struct kvs_submission s = {
+      .engine = engine, .device = engine->device, .link = engine->device, .work = work, .options = options, .err = err};
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;

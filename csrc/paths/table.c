@@ -16,4 +16,6 @@ bool kvs_path_needs_kernels(enum kvs_path path) { return kvs_paths[path] && kvs_
 
 bool kvs_path_codes(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->codes; }
 
+bool kvs_path_needs_lender(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_lender; }
+
 bool kvs_path_needs_threads(enum kvs_path path) { return kvs_paths[path] && kvs_paths[path]->needs_threads; }

@@ -200,6 +200,33 @@ static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssiz
   Py_RETURN_NONE;
 }
 
+static PyObject *device_lend(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"to", "slot_nbytes", "count", "share", "timeout"};
+  static const struct kvs_py_args spec = {"lend", names, 1, 3, 5};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_lending lending = {.slot_nbytes = 4 << 20, .count = 2, .share = 1};
+  struct kvs_error err = {0};
+  uint64_t count = lending.count;
+  PyObject *values[5];
+  int64_t timeout_ns = 10000000000;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[1] != NULL && kvs_py_uint64(values[1], "slot_nbytes", -1, &lending.slot_nbytes) < 0) return NULL;
+  if (values[2] != NULL && kvs_py_uint64(values[2], "count", -1, &count) < 0) return NULL;
+  if (values[3] != NULL) lending.share = PyFloat_AsDouble(values[3]);
+  if (PyErr_Occurred()) return NULL;
+  if (values[4] != NULL && kvs_py_timeout(values[4], "timeout", &timeout_ns) < 0) return NULL;
+  lending.count = count > UINT32_MAX ? UINT32_MAX : (unsigned)count; /* out of range, also when cut */
+  struct kvs_engine *borrower = kvs_py_engine_from(state, values[0]);
+  if (borrower == NULL) return NULL;
+  int rc;
+  KVS_PY_WAITING(state, rc = kvs_engine_lend(engine, borrower, &lending, timeout_ns, &err));
+  kvs_engine_unref(borrower);
+  if (kvs_py_waited(state, rc, &err, timeout_ns, NULL) < 0) return NULL;
+  kvs_py_collect(engine);
+  Py_RETURN_NONE;
+}
+
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(set_compute_stream_doc,
@@ -230,6 +257,19 @@ PyDoc_STRVAR(
     "all\n"
     "that is queued there has run, `timeout` or not. ValueError: sizes beyond these.\n"
     "DeviceError: there is not so much memory; path 'burst' is off then. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(
+    lend_doc,
+    "lend($self, /, to, slot_nbytes=4194304, count=2, *, share=1.0, timeout=10.0)\n--\n\n"
+    "Lend this device's link to the host to transfers of device `to`, which path 'borrow' then uses beside its own.\n\n"
+    "Both are devices of this process, of one kind, and reach each other's memory. A transfer borrows while this "
+    "device\n"
+    "has no unfinished transfer in its direction, and no more than `count` (2 to 4) pieces of slot_nbytes bytes (a\n"
+    "multiple of 128 KiB, at most 64 MiB) stand on the link at a time: what this device copies meanwhile waits for no\n"
+    "more than these. On both devices 2 * count * slot_nbytes bytes of memory are allocated.\n"
+    "share: bytes that this link gets for each byte of the borrower's own, 0.1 to 10.\n\n"
+    "Lending again changes these; slot_nbytes=0 ends it. Both wait until the link carries nothing of the borrower's:\n"
+    "TimeoutError after `timeout` seconds (None: no limit), and nothing has changed. ValueError: values beyond these.\n"
+    "NotImplementedError: no peer access. MemoryError, DeviceError: there is not so much memory. Any thread may call.");
 PyDoc_STRVAR(alloc_doc,
              "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
              "Allocate nbytes bytes of device memory, or with host=True of pinned host memory; not initialised.\n\n"
@@ -279,6 +319,7 @@ static PyMethodDef methods[] = {
     {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
     {"set_defaults", KVS_PY_FASTCALL(device_set_defaults), METH_FASTCALL | METH_KEYWORDS, set_defaults_doc},
     {"set_slots", KVS_PY_FASTCALL(device_set_slots), METH_FASTCALL | METH_KEYWORDS, set_slots_doc},
+    {"lend", KVS_PY_FASTCALL(device_lend), METH_FASTCALL | METH_KEYWORDS, lend_doc},
     {"synchronize", KVS_PY_FASTCALL(device_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
     {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
     {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},

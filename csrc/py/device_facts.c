@@ -30,6 +30,19 @@ PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
   return KVS_PY_DICT(info, fields);
 }
 
+/* {"cuda:1": {"slot_nbytes": 4194304, ...}}: what other devices lend. */
+static PyObject *lenders(struct kvs_engine *engine) {
+  struct kvs_engine *lender;
+  struct kvs_lending lending;
+  PyObject *dict = PyDict_New();
+  for (unsigned i = 0; dict != NULL && (lender = kvs_engine_lender(engine, i, &lending)) != NULL; ++i) {
+    PyObject *row = Py_BuildValue("{s:K, s:I, s:d}", "slot_nbytes", (unsigned long long)lending.slot_nbytes, "count",
+                                  lending.count, "share", lending.share);
+    if (kvs_py_put(dict, kvs_engine_name(lender), row) < 0) Py_CLEAR(dict);
+  }
+  return dict;
+}
+
 PyObject *kvs_py_device_info(PyObject *self, void *unused) {
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
@@ -39,6 +52,7 @@ PyObject *kvs_py_device_info(PyObject *self, void *unused) {
   if (dict == NULL) return NULL;
   if (kvs_py_put(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
       kvs_py_put(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
+      kvs_py_put(dict, "lenders", lenders(engine)) < 0 ||
       kvs_py_put(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
     Py_CLEAR(dict);
   return dict;
@@ -81,7 +95,7 @@ PyObject *kvs_py_device_stats(PyObject *self, PyObject *unused) {
       STATS(submitted), STATS(done),         STATS(failed),          STATS(cancelled),      STATS(bytes_d2h),
       STATS(bytes_h2d), STATS(bytes_other),  STATS(copies),          STATS(merged),         STATS(unfinished),
       STATS(lanes),     STATS(refused_full), STATS(second_attempts), STATS(staging_nbytes), STATS(waits_raw),
-      STATS(waits_war), STATS(waits_waw)};
+      STATS(waits_war), STATS(waits_waw),    STATS(lent_bytes_d2h),  STATS(lent_bytes_h2d)};
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_stats stats = {0};

@@ -233,4 +233,11 @@ METHODS = {
 
 def paths(device: _C.Device) -> tuple[str, ...]:
     """kvswap's paths that there may be on such a device."""
-    return ("auto", *(path["name"] for path in _C._paths() if device.kind == "host" or not path["threads"]))
+    return (
+        "auto",
+        *(
+            path["name"]
+            for path in _C._paths()
+            if not path["lender"] and (device.kind == "host" or not path["threads"])
+        ),
+    )

@@ -29,6 +29,7 @@ THREADED = [
     "test_files_shared",
     "test_share",
     "test_threads",
+    "test_borrow",
 ]
 CASES = [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
 

@@ -22,7 +22,7 @@ static const int64_t PATIENCE = 60000000000, SHORT = 2000000;
 
 /* What all threads use. */
 static struct {
-  struct kvs_engine *engines[DEVICES];
+  struct kvs_engine *engines[DEVICES], *lender;
   unsigned char *memory[3]; /* of the pools */
   struct kvs_pool *pools[3];
   struct kvs_host_pool *host, *words; /* one of this process, which grows and shrinks, and a shared one */
@@ -323,6 +323,13 @@ static void look(struct user *user) {
   if (below(user, 16) == 0)
     EXPECT(kvs_engine_set_slots(engine, below(user, 3) << 17, 2 + (unsigned)below(user, 3), 50 * SHORT, &err),
            KVS_TIMEOUT);
+  if (below(user, 8) == 0) {
+    const struct kvs_lending lending = {
+        .slot_nbytes = (1 + below(user, 2)) << 17, .count = 2 + (unsigned)below(user, 3), .share = 1};
+    struct kvs_lending told;
+    (void)kvs_engine_lender(engine, 0, &told);
+    EXPECT(kvs_engine_lend(all.lender, engine, &lending, 50 * SHORT, &err), KVS_TIMEOUT);
+  }
 }
 
 /* Reads what others count, open and close. */
@@ -621,6 +628,7 @@ static void all_open(const char *folder) {
     snprintf(name, sizeof name, "host:%d", i);
     CHECK(!kvs_engine_open(name, &all.engines[i], &err), "%s", err.message);
   }
+  CHECK(!kvs_engine_open("host:2", &all.lender, &err), "%s", err.message);
   for (int i = 0; i < 3; i++) { /* the last one is of the other device */
     all.memory[i] = calloc(POOL_BLOCKS, NBYTES);
     struct kvs_pool_layout layout = {
@@ -677,6 +685,7 @@ static void all_close(struct user *users) {
   }
   kvs_shutdown(PATIENCE);
   for (int i = 0; i < DEVICES; i++) kvs_engine_unref(all.engines[i]);
+  kvs_engine_unref(all.lender);
   for (int i = 0; i < 3; i++) free(all.memory[i]);
 }
 

@@ -25,6 +25,11 @@ static void test_device(struct kvs_engine *engine, int64_t limit) {
   struct kvs_transfer *transfer = NULL;
   ENDS(kvs_engine_synchronize(engine, limit, &err));
   ENDS(kvs_engine_set_slots(engine, 128 << 10, 2, limit, &err));
+  const struct kvs_lending lending = {.slot_nbytes = 128 << 10, .count = 2, .share = 1};
+  struct kvs_engine *lender = NULL;
+  CHECK(kvs_engine_open("host:59", &lender, &err) == KVS_OK, "%s", err.message);
+  for (int i = 0; lender && i < 2; i++) ENDS(kvs_engine_lend(lender, engine, &lending, limit, &err));
+  kvs_engine_unref(lender);
   CHECK(kvs_swap_batch(engine, NULL, NULL, NULL, true, 0, NULL, &transfer, &err) == KVS_OK, "%s", err.message);
   if (!transfer) return;
   ENDS(kvs_transfer_wait(transfer, limit, &err));

@@ -177,7 +177,7 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         (
             {"path": "ring"},
             ValueError,
-            "path is 'ring': must be one of 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct'",
+            "path is 'ring': must be one of 'auto', 'dma', 'strided', 'borrow', 'burst', 'kernel', 'direct'",
         ),
         ({"path": None}, TypeError, "path must be a str, one of .* not NoneType"),
         ({"priority": "low"}, ValueError, "priority is 'low'"),

@@ -292,6 +292,7 @@ TABLE: Rows = {
     "Device.register": lambda t: t.register(),
     "Device.unregister": lambda t: t.register(),
     "Device.set_slots": lambda t: slots(t),
+    "Device.lend": lambda t: lend(t),
     "Device.stats": lambda t: t.device.stats(),
     "Memory": lambda t: (np.frombuffer(t.memory, np.uint8), memoryview(t.memory), repr(t.memory), np.asarray(t.memory)),
     "Memory.ptr": lambda t: t.memory.ptr,
@@ -423,6 +424,20 @@ def slots(t: Tools) -> None:
     with refused, suppress(*WRONG):
         t.device.set_slots(128 << 10, 4)
     t.device.set_slots(before, 3)
+
+
+def lend(t: Tools) -> None:
+    """With a transfer; other sizes; one that is refused; and taken back."""
+    if t.device.kind == "cuda" or t.device.name.startswith("host:seed"):
+        return t.wrong(lambda: t.device.lend(t.device))
+    lender = kvswap.Device("host:57")
+    for count in (2, 3):
+        lender.lend(t.device, 128 << 10, count)
+        t.finish(t.cache.swap, [1], [2], path="borrow")
+    with testing.fault(lender, "call", "fail", operation="event_create", nth=3), suppress(*WRONG):
+        lender.lend(t.device, 128 << 10, 4)
+    t.wrong(lambda: lender.lend(t.device, 1))
+    return lender.lend(t.device, 0)
 
 
 def capture(t: Tools) -> None:

@@ -118,7 +118,7 @@ def test_the_same_name_is_the_same_device(device_name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("KVSWAP_PATH", "warp", "auto, dma, strided, burst, kernel, direct"),
+        ("KVSWAP_PATH", "warp", "auto, dma, strided, borrow, burst, kernel, direct"),
         ("KVSWAP_MAX_CTAS", "0", "number"),
         ("KVSWAP_PACE_GBPS", "x", "positive"),
     ],

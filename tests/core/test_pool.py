@@ -583,7 +583,7 @@ def refused(pair: tuple[Tier, Tier], error: type[Exception], message: str, call:
         (ValueError, r"dst_ids\[0\] and dst_ids\[1\] are both 4", {"dst_ids": [4, 4]}),
         (
             ValueError,
-            "path is 'x': must be one of 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct'",
+            "path is 'x': must be one of 'auto', 'dma', 'strided', 'borrow', 'burst', 'kernel', 'direct'",
             {"path": "x"},
         ),
         (ValueError, "priority is 'x'", {"priority": "x"}),

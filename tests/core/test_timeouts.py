@@ -146,6 +146,7 @@ def close_mapped(timeout: Any) -> None:
 
 STUB: dict[str, Row] = {
     "Device.set_slots": lambda folder, closing: lambda timeout: device().set_slots(1 << 20, timeout=timeout),
+    "Device.lend": lambda folder, closing: lambda timeout: kvswap.Device("host:59").lend(device(), 0, timeout=timeout),
     "Device.synchronize": lambda folder, closing: device().synchronize,
     "Device.unregister": lambda folder, closing: unregister,
     "Memory.free": lambda folder, closing: device().alloc(4096).free,

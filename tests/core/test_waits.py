@@ -36,6 +36,7 @@ from kvswap.files import FileStore, Layout
 WAITS = {
     "await.c:wait_for_first": ["await Transfer"],
     "device.c:device_set_slots": ["Device.set_slots", "Device.set_slots beside other work"],
+    "device.c:device_lend": ["Device.lend"],
     "device.c:device_synchronize": ["Device.synchronize"],
     "device.c:device_unregister": ["Device.unregister"],
     "wait.c:kvs_py_apart": ["FileStore", "FileStore.close"],
@@ -228,6 +229,17 @@ def call_set_slots(stuck: Stuck) -> Call:
     )
     assert transfer.path == "burst"
     return lambda timeout=60.0: stuck.device.set_slots(info["slots_nbytes"] // 8, timeout=timeout)
+
+
+def call_lend(stuck: Stuck) -> Call:
+    """The link carries what waits; it is lent with other slots."""
+    lender = kvswap.Device("host:58")
+    lender.lend(stuck.device, 128 << 10, timeout=PATIENCE)
+    stuck.stack.callback(lender.lend, stuck.device, 0, timeout=PATIENCE)
+    gpu, host = stuck.device.alloc(1 << 20), stuck.device.alloc(1 << 20, host=True)
+    transfer = kvswap.swap_blocks_batch([gpu], [host], 1 << 20, stream=stuck.hold(), device=stuck.device, path="borrow")
+    assert transfer.path == "borrow"
+    return lambda timeout=60.0: lender.lend(stuck.device, 256 << 10, timeout=timeout)
 
 
 def call_set_slots_beside_other_work(stuck: Stuck) -> Call:
@@ -482,6 +494,7 @@ def call_open(stuck: Stuck) -> Call:
 CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Device.alloc": call_alloc,
     "Device.set_slots": call_set_slots,
+    "Device.lend": call_lend,
     "Device.alloc in the driver": call_alloc_in_the_driver,
     "Device.set_slots beside other work": call_set_slots_beside_other_work,
     "Device.synchronize": call_device_synchronize,

@@ -259,12 +259,14 @@ def device(w: World, me: Mine) -> None:
         kvswap.devices()
 
 
-@call("kvswap.Device.synchronize", "kvswap.Device.set_compute_stream", "kvswap.Device.set_slots")
+@call("kvswap.Device.synchronize", "kvswap.Device.set_compute_stream", "kvswap.Device.set_slots", "kvswap.Device.lend")
 def device_rarely(w: World, me: Mine) -> None:
     w.device.synchronize(timeout=PATIENCE if me.chance(2) else 0.01)
     w.device.set_compute_stream(me.of([0, me.of(w.streams)]))
     if me.chance(8):
         w.device.set_slots(me.of([0, 1 << 20]), timeout=0.05)
+    if me.chance(8) and w.device.kind == "host":
+        kvswap.Device("host:58").lend(w.device, me.of([0, 128 << 10, 1 << 20]), timeout=0.05)
 
 
 @call(*(f"kvswap.{name}" for name in ("Device.alloc", "Memory.data_ptr", "Memory.free")))

@@ -55,7 +55,7 @@ def on_the_gpu(world: World, ids: Any, most: int, write: bool, options: dict[str
     rng = world.rng
     if not world.device.info["kernels"] or rng.random() > 0.25:
         return None
-    options["path"] = rng.choice([path for path in world.paths if path in ("burst", "kernel")])
+    options["path"] = rng.choice([path for path in world.paths if path in ("borrow", "burst", "kernel")])
     ids, bad = ids.astype(np.int64), set()
     if rng.random() < 0.3:
         for position in rng.sample(range(ids.size), rng.randint(1, ids.size)):
@@ -594,7 +594,24 @@ def slots(world: World) -> None:
     if world.device.info["kernels"]:
         world.open_gates()
         world.device.set_slots(nbytes, count, timeout=PATIENCE)
-        world.paths = [path for path in world.paths if path != "burst"] + ["burst"] * (nbytes > 0)
+        by_slots = ["burst", *(["borrow"] if world.device.info["lenders"] else [])] if nbytes else []
+        world.paths = [path for path in world.paths if path not in ("burst", "borrow")] + by_slots
+
+
+@operation(0.2, "Device.lend", alone=True)
+def lend(world: World) -> None:
+    if world.lender is None or "burst" not in world.paths:
+        return
+    nbytes, count, share = (
+        world.rng.choice((1, 1, 2)) * TINY,
+        world.rng.choice((2, 3, 4)),
+        world.rng.choice((0.3, 1, 3)),
+    )
+    world.say(f"{world.lender.name} lends {count} slots of {nbytes}, share {share}")
+    world.open_gates()
+    world.lender.lend(world.device, nbytes, count, share=share, timeout=PATIENCE)
+    if "borrow" not in world.paths:
+        world.paths.append("borrow")
 
 
 @operation(

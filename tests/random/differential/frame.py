@@ -163,6 +163,16 @@ def operation(weight: float, *calls: str, alone: bool = False) -> Callable[[Do],
     return put
 
 
+def lender_of(device: kvswap.Device) -> kvswap.Device | None:
+    """A device whose link may carry transfers of this one; None: there is none."""
+    if not device.info["kernels"] or device.name.startswith("host:seed"):
+        return None
+    if device.kind == "host":
+        return kvswap.Device("host:56")
+    others = [other.name for other in kvswap.devices() if other.kind == "cuda" and other.name != device.name]
+    return kvswap.Device(others[0]) if others else None
+
+
 class World:
     """What the operations of one round work with. One thread uses it; several worlds may share a device."""
 
@@ -192,6 +202,7 @@ class World:
             if (path != "direct" or device.kind == "host")
             and (path not in ("kernel", "burst") or device.info["kernels"])
         ]
+        self.lender = lender_of(device) if alone else None
         self.slots_before = device.info["slots_nbytes"] // 8  # a direction has three, and two of half as much
         large = alone and rng.random() < 0.05
         self.size = 1500 << 10 if large else rng.choice((16 << 10, 64 << 10, 200 << 10))
@@ -462,11 +473,13 @@ class World:
         if self.alone:
             self.device.set_compute_stream(0)
             self.device.set_defaults()
-            self._restore_slots()
+            self._restore()
         self.device.synchronize(PATIENCE)
         check(not self.alone or self.device.stats()["unfinished"] == 0, "transfers are unfinished after their end")
 
-    def _restore_slots(self) -> None:
+    def _restore(self) -> None:
+        if self.lender is not None:
+            self.lender.lend(self.device, 0, timeout=PATIENCE)
         if self.device.info["slots_nbytes"] // 8 != self.slots_before:
             self.device.set_slots(self.slots_before, 3, timeout=PATIENCE)
 
@@ -479,7 +492,7 @@ class World:
             self.cleanup.close()
         if self.alone:
             with suppress(Exception):
-                self._restore_slots()
+                self._restore()
 
 
 def in_runs(rng: random.Random, blocks: int, lengths: list[int]) -> Any:

@@ -1,0 +1,54 @@
+/* Links that other devices lend, and the slots and streams of their pieces. For the core's own files only.
+ *
+ * A piece goes through three stages, each on a stream of its own. To the GPU: the lender's link fills the far slot, in
+ * the lender's memory; the lender's copy engine brings it to the near slot, in the borrower's memory; a kernel of the
+ * borrower scatters it. To the host: the same backwards. So as many pieces stand on the lender's link as there are
+ * slots, and what the lender copies itself waits for no more than these. */
+#ifndef KVS_LENT_H
+#define KVS_LENT_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "device/device.h"
+#include "kvswap.h"
+
+enum { KVS_LENDERS = 8, KVS_LENT_SLOTS = 4, KVS_LENT_STAGES = 3 };
+
+struct kvs_lent_stage {
+  struct kvs_device *device;
+  kvs_stream stream;
+  kvs_event done[KVS_LENT_SLOTS]; /* the stage of that slot's last piece has ended */
+  kvs_event tail;                 /* all that was queued on the stream when a transfer was refused */
+};
+
+/* One direction of a lent link. A transfer holds it while it is being queued. */
+struct kvs_lent_way {
+  pthread_mutex_t lock; /* guards all but `unsettled` */
+  struct kvs_engine *lender;
+  struct kvs_lending lending; /* slot_nbytes 0: nothing is lent */
+  uint64_t near, far;         /* addresses of the slots: the borrower's memory, the lender's */
+  struct kvs_lent_stage stages[KVS_LENT_STAGES];
+  kvs_event begun[2]; /* of the borrower: where its first stream, and its lane stream, were when a transfer began */
+  unsigned next, last;
+  uint64_t given; /* bytes of the transfer that holds it */
+  bool used;      /* since that transfer's last kvs_lent_begin() */
+  /* The transfer that used it last. */
+  struct kvs_lane *lane; /* NULL: none did */
+  uint64_t sequence;
+  atomic_bool unsettled; /* a driver call was refused: the slots are free only when all streams are idle */
+};
+
+struct kvs_lent {
+  struct kvs_lent_way ways[2]; /* by direction */
+};
+
+struct kvs_engine;
+void kvs_lent_init(struct kvs_engine *);
+void kvs_lent_destroy(struct kvs_engine *);
+/* KVS_OK if the streams of a way are idle; KVS_NOT_READY. A lost lender's are. */
+int kvs_lent_way_idle(struct kvs_lent_way *, struct kvs_error *);
+/* The same for all ways of a direction that a refused call has left. */
+int kvs_lent_settled(struct kvs_engine *, enum kvs_direction, struct kvs_error *);
+
+#endif

@@ -1,0 +1,40 @@
+/* Links that other devices lend: taking them for a transfer, and the stages of its pieces. lanes/lent.h has the
+ * structs. For the core's own files only. */
+#ifndef KVS_LEND_H
+#define KVS_LEND_H
+
+#include "paths/submission.h"
+
+/* Hold the links that may serve this transfer now: s->lent. A link serves no one while its own device moves blocks in
+ * that direction, or while another lane's transfer that uses it may still wait. False: none. */
+bool kvs_lent_take(struct kvs_submission *);
+void kvs_lent_release(struct kvs_submission *);
+/* Let go of links whose slots are too small for the packed rows. */
+void kvs_lent_fit(struct kvs_submission *);
+
+/* The link that takes the next burst: the one with the least to do, or NULL for the device's own. kvs_lent_give: it
+ * has taken so many bytes. */
+struct kvs_lent_way *kvs_lent_next(const struct kvs_submission *);
+void kvs_lent_give(struct kvs_submission *, struct kvs_lent_way *, uint64_t nbytes);
+
+/* Before the bursts of a view: first stages begin after s->first, last ones after the lane stream too. Afterwards: the
+ * lane stream waits for all pieces. kvs_lent_rejoin: the same after a refusal, when a piece may be queued in part. */
+int kvs_lent_begin(struct kvs_submission *, struct kvs_error *why);
+int kvs_lent_end(struct kvs_submission *, struct kvs_error *why);
+int kvs_lent_rejoin(struct kvs_submission *, struct kvs_error *why);
+
+/* A stage of the next piece, from its first command to its last: the stages of a piece in order. The second one needs
+ * no more than kvs_lent_hop(). kvs_lent_next_piece: the piece is queued. */
+int kvs_lent_enter(const struct kvs_lent_way *, unsigned stage, struct kvs_error *why);
+int kvs_lent_leave(const struct kvs_lent_way *, unsigned stage, struct kvs_error *why);
+int kvs_lent_hop(const struct kvs_submission *, const struct kvs_lent_way *, uint64_t nbytes, struct kvs_error *why);
+void kvs_lent_next_piece(struct kvs_lent_way *);
+/* Addresses of that piece's slots. */
+static inline uint64_t kvs_lent_near(const struct kvs_lent_way *way) {
+  return way->near + way->next * way->lending.slot_nbytes;
+}
+static inline uint64_t kvs_lent_far(const struct kvs_lent_way *way) {
+  return way->far + way->next * way->lending.slot_nbytes;
+}
+
+#endif
