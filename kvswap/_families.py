@@ -88,6 +88,7 @@ def _define_devices(table: _Table) -> None:
     table.define("counter", "queue_full", "Submissions refused since the lane was full", "device")
     table.define("counter", "second_attempts", "Transfers that took another path after the first failed", "device")
     table.define("counter", "hazard_waits", "Waits between transfers on the same slots", "device hazard")
+    table.define("counter", "lent_bytes", "Bytes of other devices' transfers over this one's link", "device direction")
     table.define("gauge", "device_lost", "1: the device is lost and every transfer fails", "device")
     table.define("gauge", "memory_bytes", "Memory that kvswap holds or has registered", "device kind")
     table.define("gauge", "pools", "Pools whose slots are tracked", "device")
@@ -168,6 +169,8 @@ def _put_device(table: _Table, device: DeviceMetrics) -> None:
     table.put("merged_blocks", device["merged"], name)
     table.put("queue_full", device["refused_full"], name)
     table.put("second_attempts", device["second_attempts"], name)
+    for direction in ("d2h", "h2d"):
+        table.put("lent_bytes", row[f"lent_bytes_{direction}"], name, direction)
     table.put("device_lost", int(device["lost"]), name)
     for hazard in ("raw", "war", "waw"):
         table.put("hazard_waits", row[f"waits_{hazard}"], name, hazard)

@@ -92,6 +92,8 @@ class DeviceMetrics(TypedDict):
     waits_raw: int
     waits_war: int
     waits_waw: int
+    lent_bytes_d2h: int
+    lent_bytes_h2d: int
     staging_bytes: int
     slots_bytes: int
     allocated_bytes: int

@@ -137,6 +137,8 @@ void kvs_engine_get_metrics(struct kvs_engine *engine, struct kvs_engine_metrics
   metrics->merged = atomic_load(&engine->merged);
   metrics->refused_full = atomic_load(&engine->refused_full);
   metrics->second_attempts = atomic_load(&engine->second_attempts);
+  metrics->lent_d2h_nbytes = atomic_load(&engine->lent_nbytes[KVS_D2H]);
+  metrics->lent_h2d_nbytes = atomic_load(&engine->lent_nbytes[KVS_H2D]);
   metrics->staging_nbytes = atomic_load(&engine->staging_nbytes);
   metrics->slots_nbytes = kvs_engine_slots_nbytes(engine);
   metrics->waits_raw = atomic_load(&engine->waits[KVS_RAW]);

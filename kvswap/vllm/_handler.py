@@ -27,7 +27,7 @@ _NOT_GIVEN: Any = object()
 
 
 _OPTIONS = (
-    _options.choice("kvswap_path", get_args(Path), "auto"),
+    _options.choice("kvswap_path", [path for path in get_args(Path) if path != "borrow"], "auto"),  # of one process
     _options.choice("kvswap_priority", ("normal", "high", "background"), None),
     _options.count("kvswap_max_ctas", 1, 1024, None),
     _options.number("kvswap_pace_gbps", "a number above 0", lambda pace: pace > 0, None),

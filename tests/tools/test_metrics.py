@@ -32,7 +32,9 @@ from kvswap.typing import ForcedPath
 
 DEVICE = "host:81"  # this file's own
 TIMES, SIZES = metrics.bounds()
-PATHS = [path for path in get_args(ForcedPath) if path != "strided"]  # which takes dma for one run of blocks
+PATHS = [
+    path for path in get_args(ForcedPath) if path not in ("strided", "borrow")
+]  # one run of blocks is dma's; no lender
 
 
 @pytest.fixture
