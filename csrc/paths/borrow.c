@@ -17,7 +17,7 @@ static bool worth(const struct kvs_submission *s) { return kvs_path_burst.worth(
 static bool fits(const struct kvs_submission *s) {
   if (s->work->on_device.ids) return false;
   if (s->options->priority == KVS_PRIORITY_BACKGROUND) return false; /* its link rests while kernels run */
-  if (s->engine->verifies && s->work->codings) return false; /* two streams alone have memory to verify in */
+  if (s->engine->verifies && s->work->codings) return false;         /* two streams alone have memory to verify in */
   return (!s->picked || s->work->nbytes >= LEAST_NBYTES) && kvs_path_burst.fits(s);
 }
 

@@ -116,11 +116,10 @@ static PyObject *paths(PyObject *module, PyObject *unused) {
   PyObject *list = PyList_New(0);
   for (int path = KVS_PATH_AUTO + 1; list != NULL && path < KVS_PATHS; ++path) {
     enum kvs_path which = (enum kvs_path)path;
-    PyObject *row = Py_BuildValue("{s:s, s:N, s:N, s:N, s:N}", "name", kvs_path_name(which), "kernels",
-                                  PyBool_FromLong(kvs_path_needs_kernels(which)), "threads",
-                                  PyBool_FromLong(kvs_path_needs_threads(which)), "codes",
-                                  PyBool_FromLong(kvs_path_codes(which)), "lender",
-                                  PyBool_FromLong(kvs_path_needs_lender(which)));
+    PyObject *row = Py_BuildValue(
+        "{s:s, s:N, s:N, s:N, s:N}", "name", kvs_path_name(which), "kernels",
+        PyBool_FromLong(kvs_path_needs_kernels(which)), "threads", PyBool_FromLong(kvs_path_needs_threads(which)),
+        "codes", PyBool_FromLong(kvs_path_codes(which)), "lender", PyBool_FromLong(kvs_path_needs_lender(which)));
     if (row == NULL || PyList_Append(list, row) < 0) Py_CLEAR(list);
     Py_XDECREF(row);
   }

@@ -16,7 +16,7 @@ KINDS = ("raw", "bf16", "fp16", "e4m3", "e5m2", "fp32")
 
 
 # Where a path may be named, those that code.
-PATHS = ("auto", *(row["name"] for row in _C._paths() if row["codes"]))
+PATHS = ("auto", *(row["name"] for row in _C._paths() if row["codes"] and not row["lender"]))
 
 
 class Field(NamedTuple):
