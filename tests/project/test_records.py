@@ -14,7 +14,9 @@ from figures import COMMENT, marks_of
 RESULTS = ROOT / "benchmarks" / "results"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source package has no records")
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if RESULTS.exists() else []
+PAGES = (
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))] if RESULTS.exists() else []
+)
 RECORDS = sorted(RESULTS.rglob("*.txt"))
 HEAD = re.compile(r"# kvswap [0-9a-f]{7,40}, [^:]+: \S")
 LINK = re.compile(r"\((?:\.\./)*(benchmarks/results/[^)#]+)\)")
