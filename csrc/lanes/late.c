@@ -98,6 +98,7 @@ static bool ended(struct kvs_transfer *transfer) {
     over = (transfer->end ? kvs_dev_event_query(device, transfer->end, &ignored)
                           : kvs_dev_stream_query(device, lane->stream, &ignored)) == KVS_OK;
     if (over && transfer->unjoined) over = kvs_dev_stream_query(device, lane->burst_stream, &ignored) == KVS_OK;
+    if (over && transfer->unjoined) over = kvs_lent_settled(transfer->engine, lane->direction, &ignored) == KVS_OK;
   }
   pthread_mutex_unlock(&lane->lock);
   return over;

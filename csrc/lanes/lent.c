@@ -11,21 +11,39 @@ void kvs_lent_destroy(struct kvs_engine *engine) {
   for (int i = 0; i < 2 * KVS_LENDERS; i++) pthread_mutex_destroy(&engine->lent[i / 2].ways[i % 2].lock);
 }
 
-int kvs_lent_way_idle(struct kvs_lent_way *way, struct kvs_error *err) {
+/* A lost device's streams are never idle, and no use to ask. */
+static int idle(const struct kvs_lent_way *way, struct kvs_error *err) {
   int status = KVS_OK;
   for (int i = 0; !status && i < KVS_LENT_STAGES; i++) {
     const struct kvs_lent_stage *stage = &way->stages[i];
-    if (!atomic_load(&stage->device->lost)) status = kvs_dev_stream_query(stage->device, stage->stream, err);
+    if (stage->device && !atomic_load(&stage->device->lost))
+      status = kvs_dev_stream_query(stage->device, stage->stream, err);
   }
   return status;
 }
 
-/* Who lends no more has waited for the streams: `unsettled` is false then. */
+bool kvs_lent_is_over(struct kvs_lent_way *way) {
+  const struct kvs_lent_stage *end = &way->stages[KVS_LENT_STAGES - 1];
+  struct kvs_error ignored;
+  bool over = true;
+  if (atomic_load(&way->unsettled))
+    over = idle(way, &ignored) == KVS_OK;
+  else if (way->lane)
+    over = atomic_load(&way->lane->ended) >= way->sequence || atomic_load(&end->device->lost) ||
+           kvs_dev_event_query(end->device, end->done[way->last], &ignored) == KVS_OK;
+  if (over) atomic_store(&way->unsettled, false);
+  if (over) way->queued = 0;
+  return over;
+}
+
 int kvs_lent_settled(struct kvs_engine *engine, enum kvs_direction direction, struct kvs_error *err) {
   int status = KVS_OK;
   for (int i = 0; direction != KVS_OTHER_DIRECTION && !status && i < KVS_LENDERS; i++) {
     struct kvs_lent_way *way = &engine->lent[i].ways[direction];
-    if (atomic_load(&way->unsettled)) status = kvs_lent_way_idle(way, err);
+    if (!atomic_load(&way->unsettled)) continue;
+    if (pthread_mutex_trylock(&way->lock)) return kvs_fail(err, KVS_NOT_READY, "transfers are unfinished");
+    status = atomic_load(&way->unsettled) ? idle(way, err) : KVS_OK;
+    pthread_mutex_unlock(&way->lock);
   }
   return status;
 }

@@ -29,10 +29,11 @@ struct kvs_lent_way {
   struct kvs_lending lending; /* slot_nbytes 0: nothing is lent */
   uint64_t near, far;         /* addresses of the slots: the borrower's memory, the lender's */
   struct kvs_lent_stage stages[KVS_LENT_STAGES];
-  kvs_event begun[2]; /* of the borrower: where its first stream, and its lane stream, were when a transfer began */
+  kvs_event begun[2]; /* of the borrower: where its first stream was when a view began, its lane stream a transfer */
   unsigned next, last;
-  uint64_t given; /* bytes of the transfer that holds it */
-  bool used;      /* since that transfer's last kvs_lent_begin() */
+  unsigned queued; /* pieces since nothing was queued */
+  uint64_t given;  /* bytes of the transfer that holds it */
+  bool used;       /* by the view that is being queued */
   /* The transfer that used it last. */
   struct kvs_lane *lane; /* NULL: none did */
   uint64_t sequence;
@@ -41,14 +42,18 @@ struct kvs_lent_way {
 
 struct kvs_lent {
   struct kvs_lent_way ways[2]; /* by direction */
+  /* For who asks: guarded by engine->note_lock. */
+  struct kvs_engine *lender; /* NULL: unused */
+  struct kvs_lending lending;
 };
 
 struct kvs_engine;
 void kvs_lent_init(struct kvs_engine *);
 void kvs_lent_destroy(struct kvs_engine *);
-/* KVS_OK if the streams of a way are idle; KVS_NOT_READY. A lost lender's are. */
-int kvs_lent_way_idle(struct kvs_lent_way *, struct kvs_error *);
-/* The same for all ways of a direction that a refused call has left. */
+/* Whether no queued work uses a way's slots. Under its lock. */
+bool kvs_lent_is_over(struct kvs_lent_way *);
+/* KVS_OK if the streams of all ways of a direction are idle that a refused call has left. KVS_NOT_READY: they are not,
+ * or cannot be asked now. */
 int kvs_lent_settled(struct kvs_engine *, enum kvs_direction, struct kvs_error *);
 
 #endif

@@ -5,7 +5,8 @@
  *      engine->hazard_lock  a pool transfer, from its check until the tables hold it (two engines: lanes/peer.h; all:
  *                           memory/vacate.h)
  *      slots->lock          one transfer at a time is queued through a set of slots; trylock only
- *      engine->lend_lock, then way->lock: the same through a link that is lent; trylock only
+ *      engine->lend_lock    a link is lent or taken back; trylock only
+ *      way->lock            as slots->lock, for a link that is lent
  *   1. engine->stream_locks one submitter at a time for each stream of the caller
  *   2. lane->submit         one submitter at a time for each lane; held while a transfer is queued on the device
  *   3. engine->lock         the list of lanes
@@ -66,6 +67,7 @@ struct kvs_transfer {
   struct kvs_verdicts *verdicts;   /* what became of coded blocks (verdicts.h); NULL: none is coded */
   atomic_bool unsettled;           /* the transfer ends only after kvs_late_settle() */
   bool unjoined;        /* the lane stream does not cover all its bursts: it ends once the burst stream is idle too */
+  bool lent;            /* some of its bytes go over links of other devices */
   kvs_event start, end; /* guarded by lane->lock while running; end 0: the transfer ends when the lane stream is idle */
   bool end_shared;      /* guarded by lane->lock: `end` was handed out and belongs to the transfer */
   struct kvs_failure *outcome; /* failure record shared with the written slots when the outcome is known only at
@@ -168,7 +170,7 @@ struct kvs_engine {
   struct kvs_tables tables;
   struct kvs_slots slots[2 * KVS_SLOT_SETS]; /* sets of D2H, then sets of H2D */
   struct kvs_lent lent[KVS_LENDERS];         /* links of other devices, for transfers of this one */
-  pthread_mutex_t lend_lock;                 /* one change of `lent` at a time; ways' locks are taken under it */
+  pthread_mutex_t lend_lock;                 /* one change of `lent` at a time */
   atomic_uint_fast64_t lent_least;           /* bytes of the smallest slot of these links; 0: none is lent */
   atomic_uint_fast64_t lent_nbytes[2];       /* by direction: queued on this device's link by others */
   pthread_mutex_t note_lock;                 /* a leaf */

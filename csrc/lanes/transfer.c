@@ -109,12 +109,12 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   if (!lost && transfer->verdicts) kvs_verdicts_end(transfer);
   if (transfer->outcome) kvs_failure_end(transfer->outcome, &whole);
   bool failed = transfer->error.status != KVS_OK;
-  if (!lost) {
+  if (!lost && !(transfer->lent && whole.status != KVS_OK)) {
     if (transfer->end && transfer->start)
       (void)kvs_dev_event_elapsed(engine->device, transfer->start, transfer->end, &transfer->elapsed_ns, &ignored);
     if (transfer->table) kvs_table_put(engine, transfer->table);
     if (transfer->staging) kvs_engine_staging_put(engine, transfer->staging);
-    discard_owner(transfer); /* memory that a lost device may still read is not released */
+    discard_owner(transfer); /* memory that a lost device, or a lost lender, may still read is not released */
   }
   transfer->staging = NULL;
   transfer->table = NULL;

@@ -17,7 +17,8 @@ static bool worth(const struct kvs_submission *s) { return kvs_path_burst.worth(
 static bool fits(const struct kvs_submission *s) {
   if (s->work->on_device.ids) return false;
   if (s->options->priority == KVS_PRIORITY_BACKGROUND) return false; /* its link rests while kernels run */
-  if (s->engine->verifies && s->work->codings) return false;         /* two streams alone have memory to verify in */
+  if (s->engine->one_queue) return false; /* all that the lender does would stand behind what the borrower waits for */
+  if (s->engine->verifies && s->work->codings) return false; /* two streams alone have memory to verify in */
   return (!s->picked || s->work->nbytes >= LEAST_NBYTES) && kvs_path_burst.fits(s);
 }
 
@@ -38,9 +39,7 @@ static double cost(const struct kvs_costs *costs, const struct kvs_path_cost *ow
 
 /* Before the links are held, as if one were. */
 static double predict(const struct kvs_submission *s) {
-  double shares = 1;
-  for (unsigned i = 0; i < s->nlent; i++) shares += s->lent[i]->lending.share;
-  return START_NS + kvs_path_burst.predict(s) / (s->nlent ? shares : 2);
+  return START_NS + kvs_path_burst.predict(s) / (s->nlent ? 1 + kvs_lent_shares(s) : 2);
 }
 
 static void release(struct kvs_submission *s) { kvs_path_burst.release(s); }
@@ -57,6 +56,7 @@ static int measure(struct kvs_submission *s) { return kvs_path_burst.measure(s);
 static int prepare(struct kvs_submission *s) {
   int status = kvs_path_burst.prepare(s);
   if (!status) kvs_lent_fit(s);
+  if (!status && !s->nlent) s->transfer->path = KVS_PATH_BURST;
   return status;
 }
 

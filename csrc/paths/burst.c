@@ -354,19 +354,22 @@ static int issue_burst(struct kvs_submission *s, struct kvs_piece *pieces, const
 /* -- over a lender's link ---------------------------------------------------------------------------------------- */
 
 /* Between the far slot and the host, by the lender's copy engine. */
-static int lent_copy(struct kvs_submission *s, const struct kvs_lent_way *way, unsigned stage, struct kvs_error *why) {
-  int status = kvs_lent_enter(way, stage, why);
+static int lent_copy(struct kvs_submission *s, struct kvs_lent_way *way, unsigned stage, struct kvs_error *why) {
+  struct kvs_error ignored;
+  int status = kvs_lent_enter(s, way, stage, why);
   s->link = way->lender->device;
+  if (!status) (void)kvs_dev_gap(s->link, way->stages[stage].stream, &ignored); /* the lender's own copies */
   if (!status) status = copy(s, way->stages[stage].stream, why);
   s->link = s->device;
+  status = kvs_lent_blame(way, status, why);
   return status ? status : kvs_lent_leave(way, stage, why);
 }
 
 /* Between blocks and the near slot, by a kernel. */
-static int lent_launch(struct kvs_submission *s, const struct kvs_lent_way *way, const struct kvs_burst *burst,
+static int lent_launch(struct kvs_submission *s, struct kvs_lent_way *way, const struct kvs_burst *burst,
                        unsigned stage, struct kvs_error *why) {
   const kvs_stream stream = way->stages[stage].stream;
-  int status = kvs_lent_enter(way, stage, why);
+  int status = kvs_lent_enter(s, way, stage, why);
   if (!status) status = s->listed ? upload(s, burst, stream, why) : KVS_OK; /* a grid's pairs are there */
   if (!status) status = launch(s, burst, kvs_lent_near(way), stream, why);
   return status ? status : kvs_lent_leave(way, stage, why);
@@ -392,22 +395,27 @@ static int issue_lent(struct kvs_submission *s, struct kvs_lent_way *way, struct
 
 /* -- the bursts of a view ---------------------------------------------------------------------------------------- */
 
-/* The bytes of the next burst. Beside lent links the device's own has no more than OWN_PIECES of theirs, so that all
- * end together. */
-static uint64_t most_of(const struct kvs_submission *s, const struct kvs_lent_way *way) {
-  uint64_t most = s->burst_nbytes, lent = 0;
+/* The bytes of the next burst. Beside lent links the device's own takes no more than its share of the view, and no more
+ * than OWN_PIECES of their pieces, so that all end together; but a piece at least, into which each block fits. */
+static uint64_t most_of(const struct kvs_submission *s, const struct kvs_lent_way *way, uint64_t view_nbytes) {
+  uint64_t most = s->burst_nbytes, piece = 0;
+  double shares = kvs_lent_shares(s);
   if (way) return kvs_slot_room(s, way->lending.slot_nbytes);
   for (unsigned i = 0; i < s->nlent; i++) {
-    uint64_t nbytes = OWN_PIECES * kvs_slot_room(s, s->lent[i]->lending.slot_nbytes);
-    if (nbytes > lent) lent = nbytes;
+    uint64_t nbytes = kvs_slot_room(s, s->lent[i]->lending.slot_nbytes);
+    if (nbytes > piece) piece = nbytes;
   }
-  return lent && lent < most ? lent : most;
+  if (shares <= 0 || piece >= most) return most;
+  uint64_t share = (uint64_t)((double)view_nbytes / (1 + shares));
+  if (share > OWN_PIECES * piece) share = OWN_PIECES * piece;
+  if (share < piece) share = piece;
+  return share < most ? share : most;
 }
 
 /* The link for the next burst, which is then cut for it. */
 static struct kvs_lent_way *next_link(const struct kvs_submission *s, struct kvs_cutter *cutter) {
   struct kvs_lent_way *way = kvs_lent_next(s);
-  cutter->slot_nbytes = most_of(s, way);
+  cutter->slot_nbytes = most_of(s, way, cutter->nbytes);
   return way;
 }
 
@@ -487,6 +495,7 @@ static int issue(struct kvs_submission *s, struct kvs_error *why) {
   if (!status) return KVS_OK;
   s->slots->unsettled[0] = s->first;
   s->slots->unsettled[1] = s->lane->stream;
+  kvs_lent_unsettle(s);
   if (rejoin(s, &unjoined) == KVS_OK) return status;
   s->transfer->unjoined = true; /* no later work can wait for the first stage, so none of its bytes can be trusted */
   kvs_fail_all(s, &unjoined);

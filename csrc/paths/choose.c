@@ -165,7 +165,7 @@ static int refuse(const struct kvs_submission *s, const struct kvs_path_ops *row
     return kvs_fail(s->err, KVS_UNSUPPORTED,
                     "path '%s' moves bytes as they are, and pool '%s' is coded: use path 'auto', 'burst' or 'kernel'",
                     row->name, s->work->coded_pool);
-  if (row->needs_lender && !atomic_load(&s->engine->lent_least))
+  if (row->needs_lender && !s->picked && !atomic_load(&s->engine->lent_least))
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: no device lends its link to %s, as Device.lend() does",
                     row->name, s->engine->name);
   if (row->needs_threads && !s->device->ops->copy_direct)

@@ -13,22 +13,27 @@ void kvs_lent_release(struct kvs_submission *);
 void kvs_lent_fit(struct kvs_submission *);
 
 /* The link that takes the next burst: the one with the least to do, or NULL for the device's own. kvs_lent_give: it
- * has taken so many bytes. */
+ * has taken so many bytes. kvs_lent_shares: the sum of the shares of the links that still take some. */
 struct kvs_lent_way *kvs_lent_next(const struct kvs_submission *);
+double kvs_lent_shares(const struct kvs_submission *);
 void kvs_lent_give(struct kvs_submission *, struct kvs_lent_way *, uint64_t nbytes);
 
-/* Before the bursts of a view: first stages begin after s->first, last ones after the lane stream too. Afterwards: the
- * lane stream waits for all pieces. kvs_lent_rejoin: the same after a refusal, when a piece may be queued in part. */
+/* Before the bursts of a view: first stages begin after s->first, last ones also after what the lane stream held when
+ * the transfer began. Afterwards: the lane stream waits for all pieces. After a refusal, when a piece may be queued in
+ * part, kvs_lent_unsettle() and then kvs_lent_rejoin(), which does the same. */
 int kvs_lent_begin(struct kvs_submission *, struct kvs_error *why);
 int kvs_lent_end(struct kvs_submission *, struct kvs_error *why);
+void kvs_lent_unsettle(struct kvs_submission *);
 int kvs_lent_rejoin(struct kvs_submission *, struct kvs_error *why);
 
 /* A stage of the next piece, from its first command to its last: the stages of a piece in order. The second one needs
  * no more than kvs_lent_hop(). kvs_lent_next_piece: the piece is queued. */
-int kvs_lent_enter(const struct kvs_lent_way *, unsigned stage, struct kvs_error *why);
+int kvs_lent_enter(struct kvs_submission *, struct kvs_lent_way *, unsigned stage, struct kvs_error *why);
 int kvs_lent_leave(const struct kvs_lent_way *, unsigned stage, struct kvs_error *why);
-int kvs_lent_hop(const struct kvs_submission *, const struct kvs_lent_way *, uint64_t nbytes, struct kvs_error *why);
+int kvs_lent_hop(struct kvs_submission *, struct kvs_lent_way *, uint64_t nbytes, struct kvs_error *why);
 void kvs_lent_next_piece(struct kvs_lent_way *);
+/* The status of a call on the lender's device: its loss is a refusal. */
+int kvs_lent_blame(const struct kvs_lent_way *, int status, struct kvs_error *why);
 /* Addresses of that piece's slots. */
 static inline uint64_t kvs_lent_near(const struct kvs_lent_way *way) {
   return way->near + way->next * way->lending.slot_nbytes;

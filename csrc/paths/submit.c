@@ -176,10 +176,10 @@ static int prepare_layers(struct kvs_submission *s) {
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
 
-/* Start dependencies of layers may add to the dependency mask later, so they need the record too. */
+/* Start dependencies of layers and lenders may add to the dependency mask later, so they need the record too. */
 static int prepare_outcome(struct kvs_submission *s) {
   struct kvs_transfer *transfer = s->transfer;
-  if (!s->work->settle || (!transfer->dependencies && !s->options->nafter_layers)) return KVS_OK;
+  if (!s->work->settle || (!transfer->dependencies && !s->options->nafter_layers && !s->nlent)) return KVS_OK;
   struct kvs_failure **shared = s->work->outcome;
   transfer->outcome = shared && *shared ? *shared : kvs_failure_open(transfer->ticket);
   if (!transfer->outcome) return kvs_fail(s->err, KVS_NOMEM, "no memory to follow a transfer");

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, run_python, until, usable
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, run_python, until, usable
 from transfers import (
     CALLS,
     D2H,
@@ -91,6 +91,9 @@ def test_half_of_the_bytes_go_over_the_other_link(
     assert transfer.path == "borrow"
     assert moved_by(lent, before, direction) == pytest.approx(transfer.nbytes / 2, rel=0.1)
     assert moved_by(lent, before, 1 - direction) == 0
+    before = lent_bytes(lent)
+    layered = sides.run(work, path="borrow", layer_events=True)
+    assert moved_by(lent, before, direction) == pytest.approx(layered.nbytes / 2, rel=0.2)
     assert device.stats()["second_attempts"] == 0 or device.kind == "cuda"
 
 
@@ -157,6 +160,25 @@ def test_nothing_moves_before_its_start(device: kvswap.Device, lent: kvswap.Devi
         first.wait(PATIENCE)
         carry_out(works[0], sides.gpu_model, sides.cpu_model)
         sides.check("afterwards")
+
+
+def test_a_link_that_carries_nothing_holds_up_nobody(
+    device: kvswap.Device, lent: kvswap.Device, direction: int
+) -> None:
+    """A small transfer that waits goes by its own link alone: another lane's does not stand behind it."""
+    sides, held = Sides(device, 8 * MIB), kvswap.Stream(device)
+    small, large = plain(4 * KIB, 1, 4, direction), plain(16 * KIB, 2, 80, direction, begin=4 * MIB)
+    sides.prepare(sides.room)
+    with Gate(device) as gate:
+        gate.hold(held)
+        before = lent_bytes(lent)
+        first = sides.swap(small, path="borrow", stream=held)
+        assert lent_bytes(lent) == before
+        second = sides.swap(large, path="borrow", stream=kvswap.Stream(device))
+        second.wait(PATIENCE)
+        assert moved_by(lent, before, direction) > 0 and not first.done()
+        gate.open()
+        finish(sides, [first, second], [small, large])
 
 
 def test_a_stream_waits_for_lent_pieces(device: kvswap.Device, lent: kvswap.Device) -> None:
@@ -341,6 +363,43 @@ def test_a_refused_call(device: kvswap.Device, lent: kvswap.Device, direction: i
     assert transfer.path == "borrow", "the link is used again"
 
 
+def test_calls_that_are_all_refused(device: kvswap.Device, lent: kvswap.Device, direction: int) -> None:
+    """No event can be recorded any more: the transfer fails, and ends only when nothing of it runs on the lender."""
+    sides, work = Sides(device, 2 * MIB), plain(9000, 3, 60, direction)
+    for nth in range(6, 30):
+        sides.prepare(sides.room)
+        transfer = None
+        refused = testing.fault(device, "call", "fail", operation="event_record", nth=nth, every=1, code=33)
+        with refused, suppress(kvswap.DeviceError):
+            transfer = sides.swap(work, path="borrow")
+        if transfer is None:
+            continue
+        with suppress(kvswap.DeviceError):
+            transfer.wait(PATIENCE)
+        after = sides.gpu.get().copy(), sides.cpu.get().copy()
+        lent.synchronize(PATIENCE)
+        device.synchronize(PATIENCE)
+        assert (sides.gpu.get() == after[0]).all() and (sides.cpu.get() == after[1]).all(), nth
+    lent.lend(device, 0, timeout=PATIENCE)
+    lent.lend(device, TINY, timeout=PATIENCE)
+    assert sides.run(work, path="borrow").path == "borrow"
+
+
+def test_what_a_refused_call_left_is_forgotten_with_the_link(device: kvswap.Device, lent: kvswap.Device) -> None:
+    """The first transfer is refused before it uses the link, which is taken back: later ones that fail do end."""
+    sides, work = Sides(device, 2 * MIB), plain(9000, 3, 60, D2H)
+    sides.prepare(sides.room)
+    with testing.fault(device, "call", "fail", operation="copy", nth=1, code=33):
+        transfer = sides.swap(work, path="borrow")
+    transfer.wait(PATIENCE)
+    lent.lend(device, 0, timeout=PATIENCE)
+    for nth in range(4, 15):
+        refused = testing.fault(device, "call", "fail", operation="event_record", nth=nth, every=1, code=33)
+        with refused, suppress(kvswap.DeviceError):
+            sides.swap(work, path="burst").wait(PATIENCE)
+    lent.lend(device, TINY, timeout=PATIENCE)
+
+
 LOST = """
 from contextlib import suppress
 from conftest import PATIENCE, Gate
@@ -361,14 +420,17 @@ sides.prepare(sides.room)
 with Gate(device) as gate:  # all is queued when the lender is lost
     gate.hold(held)
     transfer = sides.swap(work, path="borrow", after=[held])
+    waiting = kvswap.swap_blocks_batch([], [], 1, device=device, stream=held)  # of no lender's business
     assert transfer.path == "borrow"
     with testing.fault(lender, "call", "lose"), suppress(kvswap.DeviceError):
         lender.alloc(64)
+    assert not waiting.done()
     gate.open()
     try:
         transfer.wait(PATIENCE)
     except kvswap.DeviceError as error:
         assert "lost" in str(error)
+    waiting.wait(PATIENCE)
 assert transfer.failed_positions.tolist() == list(range(work.count)) and not device.lost
 assert sides.run(work, path="borrow").path == "burst"
 try:
@@ -381,8 +443,14 @@ for nth in range(1, 50, 2):  # at each call on the lender, while pieces are queu
     device, lender = pair(300 + 2 * nth)
     sides, work = Sides(device, MIB), plain(9000, 2, 40, direction)
     sides.prepare(sides.room)
-    with testing.fault(lender, "call", "lose", nth=nth, code=719):
-        transfer = sides.swap(work, path="borrow")
+    with Gate(device) as gate:
+        gate.hold(held := kvswap.Stream(device))
+        waiting = kvswap.swap_blocks_batch([], [], 1, device=device, stream=held)
+        with testing.fault(lender, "call", "lose", nth=nth, code=719):
+            transfer = sides.swap(work, path="borrow")
+        assert not waiting.done(), nth
+        gate.open()
+        waiting.wait(PATIENCE)
     with suppress(kvswap.DeviceError):
         transfer.wait(PATIENCE)
     outcomes.add((transfer.state, lender.lost))
@@ -393,6 +461,8 @@ for nth in range(1, 50, 2):  # at each call on the lender, while pieces are queu
         assert len(transfer.failed_positions) == work.count
     assert not device.lost
     sides.run(work, path="borrow")
+    lender.lend(device, 0)
+    assert device.info["lenders"] == {}
 assert ("failed", True) in outcomes and ("failed", False) not in outcomes, outcomes
 print("right")
 """
@@ -422,6 +492,18 @@ def test_a_link_in_use_is_not_taken_back(device: kvswap.Device, lent: kvswap.Dev
     lent.lend(device, 2 * TINY, 4, timeout=PATIENCE)
     assert device.info["lenders"][lent.name] == {"slot_nbytes": 2 * TINY, "count": 4, "share": 1.0}
     assert sides.run(work, path="borrow").path == "borrow"
+
+
+def test_a_lender_that_is_busy_takes_its_link_back(device: kvswap.Device, lent: kvswap.Device) -> None:
+    """Its memory is freed when it has time; the borrower's own memory does not wait for that."""
+    with Gate(lent) as gate:
+        gate.hold(held := kvswap.Stream(lent))
+        lent.lend(device, 0, timeout=AT_ONCE)
+        assert device.info["lenders"] == {}
+        device.alloc(4096).free(timeout=AT_ONCE)
+        gate.open()
+        held.synchronize(PATIENCE)
+    lent.lend(device, TINY, timeout=PATIENCE)
 
 
 def test_without_lenders(device: kvswap.Device, lender: kvswap.Device) -> None:
@@ -532,7 +614,9 @@ def test_works_of_any_size(device: kvswap.Device, lent: kvswap.Device, direction
     """Blocks that are larger than a lent slot, cut or not; none; one."""
     sides = Sides(device, 8 * MIB)
     for nbytes, tensors, count in ((300 * KIB, 1, 9), (TINY, 2, 12), (TINY + 16, 2, 12), (1, 1, 1), (7, 2, 500)):
-        sides.run(plain(nbytes, tensors, count, direction), path="borrow")
+        before = lent_bytes(lent)
+        transfer = sides.run(plain(nbytes, tensors, count, direction), path="borrow")
+        assert (moved_by(lent, before, direction) > 0) == (transfer.nbytes > 4 * TINY), nbytes
     for together in (False, True):
         work = plain(40 * KIB, 12, 8, direction, together=together)
         sides.run(work, "move", path="borrow", layer_events=True)
