@@ -16,8 +16,9 @@ struct kvs_engine;
  * with peer access. At most `count` (2 to 4) pieces of slot_nbytes (a multiple of 128 KiB, at most 64 MiB) stand on
  * that link in each direction, and as much memory is allocated on either device. share: bytes that the lender's link
  * gets for each byte of the borrower's own, 0.1 to 10. Lending again changes these; slot_nbytes 0 ends it. Both wait,
- * at most timeout_ns, until the link carries nothing of the borrower's, and for other work that is queued on it by
- * then. KVS_UNSUPPORTED: no peer access, or a deterministic device. KVS_TIMEOUT: nothing has changed. */
+ * at most timeout_ns, until the link carries nothing of the borrower's; the memory is freed behind all work of its
+ * device. Lending makes streams, which some drivers do only when all that is queued has run. KVS_UNSUPPORTED: no peer
+ * access, or a deterministic device. KVS_TIMEOUT: nothing has changed. After any other error nothing is lent. */
 struct kvs_lending {
   uint64_t slot_nbytes;
   unsigned count;
