@@ -20,7 +20,8 @@ enum kvs_kind { KVS_KIND_RAW, KVS_KIND_BF16, KVS_KIND_FP16, KVS_KIND_E4M3, KVS_K
 struct kvs_field {
   uint64_t offset, nbytes;
   enum kvs_kind kind;
-  const char *codec; /* NULL: the layout's, where that one codes the kind, else the bytes are kept as they are */
+  const char *codec; /* NULL: the layout's, where that one codes the kind, else the bytes are kept as they are; "raw":
+                        they are kept in any case */
   uint64_t reserved[2];
 };
 

@@ -84,7 +84,9 @@ static int check_field(const struct kvs_field *field, size_t index, uint64_t pit
     return kvs_fail(err, KVS_INVALID, "fields[%zu] has %llu bytes; a value of %s has %u", index,
                     (unsigned long long)field->nbytes, kvs_kind_name(field->kind), (unsigned)each);
   *range = (struct range){field->offset, field->nbytes, field->kind, codec};
-  if (field->codec) {
+  if (field->codec && strcmp(field->codec, kvs_codec_raw.name) == 0) {
+    range->codec = KVS_CODEC_RAW;
+  } else if (field->codec) {
     (void)snprintf(name, sizeof name, "the codec of fields[%zu]", index);
     int status = find_codec(field->codec, name, &range->codec, err);
     if (status) return status;
@@ -198,6 +200,13 @@ static int cut_page(struct kvs_coding *coding, const struct range *ranges, size_
   return status;
 }
 
+/* Whether a field says that it is kept as it is. */
+static bool is_kept(const struct kvs_field *fields, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (fields[i].codec && strcmp(fields[i].codec, kvs_codec_raw.name) == 0) return true;
+  return false;
+}
+
 static bool is_coded(const struct kvs_coding *coding) {
   for (size_t i = 0; i < coding->nunits; i++)
     if (coding->units[i].codec != KVS_CODEC_RAW) return true;
@@ -215,7 +224,7 @@ static int cut(struct kvs_coding *coding, const struct kvs_coding_layout *layout
   if (status) return status;
   qsort(ranges, count, sizeof *ranges, by_offset);
   status = cut_page(coding, ranges, count, layout->pitch, err);
-  if (!status && !is_coded(coding))
+  if (!status && !is_coded(coding) && !is_kept(fields, count))
     return kvs_fail(err, KVS_INVALID, "codec %s codes none of the fields", layout->codec);
   return status ? status : make_text(coding, layout, ranges, count, err);
 }

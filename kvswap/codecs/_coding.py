@@ -22,7 +22,8 @@ PATHS = ("auto", *(row["name"] for row in _C._paths() if row["codes"] and not ro
 class Field(NamedTuple):
     """Bytes [offset, offset + nbytes) of each repetition, and what they are: one of KINDS.
 
-    codec: for this field; None: the coding's, where that one codes the kind. Otherwise the bytes are kept as they are.
+    codec: for this field; "raw": the bytes are kept as they are. None: the coding's, where that one codes the kind, and
+    otherwise they are kept.
     """
 
     offset: int
@@ -86,10 +87,8 @@ class Coding:
 
         try:
             of = json.loads(text)
-            fields = [(*field[:3], None if field[3] == "raw" else field[3]) for field in of["fields"]]
-            coding = cls(
-                of["block_nbytes"], of["codec"], page_nbytes=of["page_nbytes"], fields=fields, pitch=of["pitch"]
-            )
+            sizes = {"page_nbytes": of["page_nbytes"], "pitch": of["pitch"]}
+            coding = cls(of["block_nbytes"], of["codec"], fields=[field[:4] for field in of["fields"]], **sizes)
         except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{text!r} is not the text of a Coding: {error}") from None
         if json.loads(coding.text) != of:

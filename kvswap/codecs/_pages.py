@@ -24,6 +24,11 @@ class Page(NamedTuple):
         nbytes, pitch = self.nbytes, self.pitch or self.nbytes
         return Coding(pages * nbytes, codec, page_nbytes=nbytes, fields=fields, pitch=pitch)
 
+    def kept(self) -> Page:
+        """The same page, whose bytes stay as they are."""
+        fields = self.fields or (Field(0, self.nbytes, "raw"),)
+        return self._replace(fields=tuple(field._replace(codec="raw") for field in fields))
+
     def is_coded(self, codec: str) -> bool:
         """Whether this codec makes the page smaller."""
         try:

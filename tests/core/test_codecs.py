@@ -156,6 +156,25 @@ def test_arguments() -> None:
     assert KINDS[0] == "raw"
 
 
+def test_a_field_that_is_kept() -> None:
+    """Whatever it holds: it fits, and comes back bit by bit. The rest is coded."""
+    half = Coding(4096, "mxfp8", fields=[(0, 2048, "bf16", "raw"), (2048, 2048, "bf16")])
+    kept = Coding(4096, "mxfp8", fields=[(0, 4096, "bf16", "raw")])
+    assert not half.lossless and kept.lossless and kept.coded_nbytes == 4096 + 16
+    blocks = np.random.default_rng(1).integers(0, 1 << 16, (5, 2048)).astype(np.uint16)
+    for coding in (half, kept):
+        coded, verdicts = coding.encode(blocks)
+        assert not verdicts.any()
+        back = coding.decode(coded)[0].view(np.uint16)
+        assert np.array_equal(back[:, :1024], blocks[:, :1024])
+        assert np.array_equal(back[:, 1024:], blocks[:, 1024:]) == (coding is kept)
+        assert np.array_equal(coded, [reader.encode_block(coding, block)[0] for block in blocks])
+        assert Coding.parse(coding.text) == coding
+    assert half.text != Coding(4096, "mxfp8", fields=[(0, 2048, "raw"), (2048, 2048, "bf16")]).text
+    with pytest.raises(ValueError, match="codes none of the fields"):
+        Coding(4096, "mxfp8", fields=[(0, 4096, "raw")])
+
+
 def test_encoding_runs_beside_python() -> None:
     """Without the GIL: many threads, each with the bytes that one alone gives."""
     run_python(
