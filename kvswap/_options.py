@@ -69,6 +69,16 @@ def count(name: str, least: int, most: int, default: Any = NEEDED) -> Option:
     return Option(name, allowed, lambda value: _only(value, _whole(value) and least <= value <= most), default)
 
 
+def counts(name: str, what: str, default: Any = NEEDED) -> Option:
+    """A list of different whole numbers, 0 or more."""
+
+    def take(value: Any) -> tuple[int, ...]:
+        given = _only(value, isinstance(value, list | tuple) and all(_whole(each) and each >= 0 for each in value))
+        return tuple(_only(sorted(given), len(set(given)) == len(given)))
+
+    return Option(name, f"a list of {what}, whole numbers from 0 on, each once", take, default)
+
+
 def number(name: str, allowed: str, holds: Callable[[float], bool], default: Any = NEEDED) -> Option:
     """A finite number for which holds() is true."""
 

@@ -22,7 +22,7 @@ import re
 import sys
 from typing import Any
 
-from kvswap.vllm._handler import block_first_of
+from kvswap.vllm._handler import block_first_of, kept_layers_of
 from kvswap.vllm._plugin import PLANNER
 
 _LAYER_FIRST, _BLOCK_FIRST = "LBHNC", "BLHNC"
@@ -55,6 +55,7 @@ def why_not(vllm_config: Any) -> str | None:
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     against = {
         "kvswap_block_first is false": not block_first_of(extra_config),
+        "kvswap_codec_keep keeps layers apart": bool(kept_layers_of(extra_config)),
         "canonical_layout keeps layers apart": bool(extra_config.get("canonical_layout")),
         "secondary tiers have several blocks a chunk": _has_files_of_chunks(extra_config),
         # Measured: a decode step took 1.06 to 1.18 times as long with the latents of all layers together (0.26, H100).

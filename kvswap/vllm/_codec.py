@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from kvswap.codecs import Coding, Field
 from kvswap.codecs._coding import PATHS
 from kvswap.codecs._pages import Page, kind_of, plain, token_by_token
-from kvswap.vllm._handler import codec_of, options_of
+from kvswap.vllm._handler import codec_of, kept_layers_of, options_of
 
 _ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
 _MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
@@ -64,6 +64,10 @@ def page_of(name: str, spec: Any) -> Page:
     return token_by_token(nbytes, k, v, of) if v else plain(nbytes, of)
 
 
+def _refuse_keep(why: str) -> ValueError:
+    return ValueError(f"kvswap_codec_keep: {why}. Leave kvswap_codec_keep out for this model")
+
+
 def _specs_of(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -74,11 +78,13 @@ def _specs_of(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Plan(NamedTuple):
-    """The codec, and the page that all layers have. padded: bytes from page to page on the GPU."""
+    """The codec, and the page that all layers have. padded: bytes from page to page on the GPU. kept: of each layer,
+    whether its bytes stay as they are; empty: of none."""
 
     codec: str
     page: Page
     padded: int
+    kept: tuple[bool, ...] = ()
 
     def _pages(self, nbytes: int, what: str) -> int:
         if nbytes % self.padded:
@@ -93,26 +99,63 @@ class Plan(NamedTuple):
 
     def codings(self, kv_caches: Any) -> list[Coding]:
         """Of each tensor of CanonicalKVCaches."""
-        return [self.coding_of(int(entry.page_size_bytes)) for entry in kv_caches.tensors]
+        nbytes = [int(entry.page_size_bytes) for entry in kv_caches.tensors]
+        if not self.kept:
+            return [self.coding_of(each) for each in nbytes]
+        tensors = [[int(ref.tensor_idx) for ref in refs] for refs in kv_caches.group_data_refs]
+        if len(tensors) != 1 or sorted(tensors[0]) != list(range(len(self.kept))) or set(nbytes) != {self.padded}:
+            raise _refuse_keep(f"the cache has {len(nbytes)} tensors for {len(self.kept)} layers, not one for each")
+        found = {
+            tensor: self._page(kept).coding(self.codec) for tensor, kept in zip(tensors[0], self.kept, strict=True)
+        }
+        return [found[tensor] for tensor in range(len(nbytes))]
+
+    def _page(self, kept: bool) -> Page:
+        return self.page.kept() if kept else self.page
 
     @property
     def text(self) -> str:
-        """What the coded bytes of a page mean."""
-        return self.page.coding(self.codec).text
+        """What the coded bytes of a page mean, and which layers have others."""
+        text = self.page.coding(self.codec).text
+        return f"{text} {[i for i, kept in enumerate(self.kept) if kept]}" if self.kept else text
 
     def coded_nbytes(self, nbytes: int, alignment: int) -> int:
         """Of a block of a worker, of so many bytes. alignment: what it is a multiple of, at least 16."""
         pages = nbytes // self.padded
         if nbytes % self.padded:
             raise ValueError(f"kvswap_codec: a block has {nbytes} bytes, no whole pages of {self.padded}")
-        coded = pages * self.page.coding(self.codec).coded_nbytes
+        if self.kept and pages != len(self.kept):
+            raise _refuse_keep(f"a block of a worker has {pages} pages for {len(self.kept)} layers, not one for each")
+        layers = self.kept or (False,) * pages
+        coded = sum(self._page(kept).coding(self.codec).coded_nbytes for kept in layers)
         return -(-coded // alignment) * alignment
 
 
-def plan_of(codec: str, kv_cache_config: Any) -> Plan:
-    """ValueError: kvswap does not know what a layer holds, or would code nothing of it."""
+def _number_of(name: str) -> int:
+    """Of a layer, by its name: model.layers.7.self_attn.attn."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise _refuse_keep(f"the name of layer {name} has no number, or several")
+    return numbers[0]
+
+
+def _kept_of(names: list[str], groups: int, keep: Sequence[int]) -> tuple[bool, ...]:
+    """Of each layer. keep: numbers."""
+    numbers = [_number_of(name) for name in names] if keep else []
+    missing = sorted(set(keep) - set(numbers))
+    if keep and groups != 1:
+        raise _refuse_keep(f"the cache has {groups} groups of layers, which share memory")
+    if missing:
+        raise _refuse_keep(f"there is no layer {missing[0]}: layers have the numbers {min(numbers)} to {max(numbers)}")
+    return tuple(number in keep for number in numbers)
+
+
+def plan_of(codec: str, kv_cache_config: Any, keep: Sequence[int] = ()) -> Plan:
+    """keep: numbers of layers whose bytes stay as they are. ValueError: kvswap does not know what a layer holds, or
+    would code nothing of it."""
     found: tuple[str, Page, int] | None = None
-    for name, spec in _specs_of(kv_cache_config):
+    specs = list(_specs_of(kv_cache_config))
+    for name, spec in specs:
         page, padded = page_of(name, spec), int(spec.page_size_bytes)
         if found is None:
             found = name, page, padded
@@ -122,7 +165,7 @@ def plan_of(codec: str, kv_cache_config: Any) -> Plan:
         raise ValueError("kvswap_codec: the model has no layer with a cache")
     if not found[1].is_coded(codec):
         raise _refuse(found[0], f"has a cache that {codec} makes no smaller")
-    return Plan(codec, *found[1:])
+    return Plan(codec, *found[1:], _kept_of([name for name, _ in specs], len(kv_cache_config.kv_cache_groups), keep))
 
 
 # -- from the connector to the spec that it makes --------------------------------------------------------------------
@@ -154,14 +197,19 @@ def _refuse_beside(extra_config: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def planned(extra_config: Mapping[str, Any], kv_cache_config: Any) -> Iterator[None]:
-    """Specs that are made here take the plan, if the configuration has a codec. ValueError as plan_of()."""
-    codec = codec_of(extra_config)
+def planned(extra_config: Mapping[str, Any], kv_cache_config: Any, stages: int = 1) -> Iterator[None]:
+    """Specs that are made here take the plan, if the configuration has a codec. stages: of the model's pipeline.
+    ValueError as plan_of()."""
+    codec, keep = codec_of(extra_config), kept_layers_of(extra_config)
     if codec is None:
         yield
         return
     _refuse_beside(extra_config)
-    token = _planned.set(plan_of(codec, kv_cache_config))
+    if keep and stages > 1:
+        raise _refuse_keep(
+            f"the layers are divided among {stages} pipeline stages, whose blocks would have other sizes"
+        )
+    token = _planned.set(plan_of(codec, kv_cache_config, keep))
     try:
         yield
     finally:

@@ -255,7 +255,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             extra_config.setdefault("sync_load_budget_bytes", settings.budget)
         elif reason is not None and role == KVConnectorRole.SCHEDULER:
             _logger.warning("kvswap_overlap: %s (vLLM %s). Loads stay asynchronous", reason, vllm.__version__)
-        with _codec.planned(extra_config, kv_cache_config):
+        with _codec.planned(extra_config, kv_cache_config, vllm_config.parallel_config.pipeline_parallel_size):
             super().__init__(vllm_config, role, kv_cache_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
         # Loads in their request's step may be vLLM's own too (0.33). _failures.py handles those that fail.

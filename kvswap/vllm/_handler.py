@@ -35,6 +35,7 @@ _OPTIONS = (
     _options.count("kvswap_metrics_port", 1, 65535, None),
     _options.flag("kvswap_fallback", False),
     _options.choice("kvswap_codec", CODECS, None),
+    _options.counts("kvswap_codec_keep", "layers", ()),
     _options.flag("kvswap_block_first", True),
     _options.flag("kvswap_overlap", False),
     _options.number("kvswap_overlap_shared_ms", "a number of milliseconds, 0 or more", lambda ms: ms >= 0, _SHARED_MS),
@@ -70,6 +71,17 @@ def codec_of(extra_config: Mapping[str, Any]) -> str | None:
     """kvswap_codec: the codec of blocks in host memory."""
     codec: str | None = _read(extra_config)["kvswap_codec"]
     return codec
+
+
+def kept_layers_of(extra_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """kvswap_codec_keep: the layers whose blocks a codec keeps as they are, ascending. ValueError: without a codec."""
+    given = _read(extra_config)
+    kept: tuple[int, ...] = given["kvswap_codec_keep"]
+    if kept and given["kvswap_codec"] is None:
+        raise ValueError(
+            "kvswap_codec_keep: no codec is set, so that all layers are kept. Set kvswap_codec, or leave it out"
+        )
+    return kept
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:

@@ -166,7 +166,8 @@ class KVSwapTransfers:
     kv_connector_extra_config, besides vLLM's own: kvswap_path, kvswap_priority, kvswap_max_ctas, kvswap_pace_gbps (as
     kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit), kvswap_metrics_port
     (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines),
-    kvswap_codec (None; under KVSwapConnector: one of kvswap.codecs.CODECS, for the blocks in host memory).
+    kvswap_codec (None; under KVSwapConnector: one of kvswap.codecs.CODECS, for the blocks in host memory),
+    kvswap_codec_keep ([]; numbers of layers whose blocks it keeps as they are).
     """
 
     remember_failures = True

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvswap.codecs import Field
-from kvswap.vllm import _codec, _identity
+from kvswap.vllm import _codec, _handler, _identity
 from kvswap.vllm._memory import give_coded_views
 
 TOKENS, HEADS, SIZE = 16, 8, 128
@@ -148,6 +148,79 @@ def test_tensors_hold_one_layer_or_several() -> None:
     assert padded.coding_of(page + 512).block_nbytes == page
     with pytest.raises(ValueError, match="padded pages of several layers"):
         padded.coding_of(2 * (page + 512))
+
+
+def layers_of(*numbers: int, spec: Spec | None = None) -> dict[str, Spec]:
+    return {f"model.layers.{number}.self_attn.attn": spec or spec_of(FULL) for number in numbers}
+
+
+def canonical(plan: _codec.Plan, order: list[int]) -> Any:
+    """CanonicalKVCaches with a tensor a layer: layer i has tensor order[i]."""
+    tensors = [SimpleNamespace(page_size_bytes=plan.padded) for _ in order]
+    return SimpleNamespace(tensors=tensors, group_data_refs=[[SimpleNamespace(tensor_idx=i) for i in order]])
+
+
+def test_layers_that_are_kept() -> None:
+    """Each layer's tensor has its own coding, whatever the order of tensors; a block is so much larger."""
+    config = config_of(layers_of(0, 1, 2, 3))
+    coded, plan = _codec.plan_of("fp4", config), _codec.plan_of("fp4", config, [0, 2])
+    assert plan.kept == (True, False, True, False) and plan[:3] == coded[:3] and coded.kept == ()
+    page = plan.page.nbytes
+    found = plan.codings(canonical(plan, [2, 0, 3, 1]))
+    assert [coding.lossless for coding in found] == [False, False, True, True]
+    assert [coding.coded_nbytes > page for coding in found] == [False, False, True, True]
+    nbytes = sum(coding.coded_nbytes for coding in found)
+    assert plan.coded_nbytes(4 * page, 1) == nbytes > coded.coded_nbytes(4 * page, 1) * 2
+    values = np.random.default_rng(1).integers(0, 1 << 16, (3, page // 2)).astype(np.uint16)
+    assert np.array_equal(found[2].decode(found[2].encode(values)[0])[0].view(np.uint16), values)
+    texts = {_codec.plan_of("fp4", config, keep).text for keep in ([], [0], [1], [0, 2], [0, 1, 2, 3])}
+    assert len(texts) == 5, "stores of the file tier are told apart"
+
+
+@pytest.mark.parametrize(
+    ("groups", "keep", "why"),
+    [
+        ([layers_of(0, 1)], [2], "there is no layer 2: layers have the numbers 0 to 1"),
+        ([layers_of(0, 1), layers_of(2, 3)], [0], "the cache has 2 groups of layers"),
+        (
+            [{"encoder.3.layers.7": spec_of(FULL)}],
+            [7],
+            "the name of layer encoder.3.layers.7 has no number, or several",
+        ),
+        ([{"attention": spec_of(FULL)}], [0], "the name of layer attention has no number"),
+    ],
+)
+def test_layers_that_cannot_be_kept(groups: list[Any], keep: list[int], why: str) -> None:
+    with pytest.raises(ValueError, match=f"kvswap_codec_keep: {why}.*Leave kvswap_codec_keep out"):
+        _codec.plan_of("fp4", config_of(*groups), keep)
+
+
+def test_kept_layers_need_a_tensor_each() -> None:
+    plan = _codec.plan_of("fp4", config_of(layers_of(0, 1)), [0])
+    together = SimpleNamespace(
+        tensors=[SimpleNamespace(page_size_bytes=2 * plan.padded)], group_data_refs=[[SimpleNamespace(tensor_idx=0)]]
+    )
+    with pytest.raises(ValueError, match="the cache has 1 tensors for 2 layers, not one for each"):
+        plan.codings(together)
+    with pytest.raises(ValueError, match="a block of a worker has 3 pages for 2 layers"):
+        plan.coded_nbytes(3 * plan.padded, 16)
+    extra = {"kvswap_codec": "fp4", "kvswap_codec_keep": [0], **OURS}
+    with pytest.raises(ValueError, match="divided among 2 pipeline stages"), _codec.planned(extra, None, stages=2):
+        pass
+    with _codec.planned(extra, config_of(layers_of(0, 1))):
+        assert _codec.take_plan(extra) == plan
+
+
+@pytest.mark.parametrize("keep", [[-1], [0, 0], "0", 0, [0.5], [True], ["1"], None])
+def test_what_names_no_layers_is_refused(keep: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"kvswap_codec_keep.* is .* a list of layers, whole numbers from 0 on, each once"
+    ):
+        _handler.kept_layers_of({"kvswap_codec": "fp4", "kvswap_codec_keep": keep})
+    with pytest.raises(ValueError, match="kvswap_codec_keep: no codec is set"):
+        _handler.kept_layers_of({"kvswap_codec_keep": [1]})
+    assert _handler.kept_layers_of({"kvswap_codec": "fp4", "kvswap_codec_keep": [3, 1]}) == (1, 3)
+    assert _handler.kept_layers_of({}) == ()
 
 
 @dataclasses.dataclass(frozen=True)

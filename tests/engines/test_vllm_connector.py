@@ -120,7 +120,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module("kvswap.vllm._connector")
 
     def make(caches: Any = None, **extra: Any) -> Any:
-        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        one = SimpleNamespace(pipeline_parallel_size=1)
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=one)
         made = module.KVSwapConnector(config, "worker", caches or SimpleNamespace(kv_cache_groups=[None]))
         made.register_kv_caches({})
         return made

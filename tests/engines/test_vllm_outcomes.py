@@ -183,6 +183,7 @@ def kind_of() -> Any:
 def make() -> Engine:
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         cache_config=SimpleNamespace(kv_cache_layout="BLHNC"),
     )
     return Engine(kind_of()(config, "scheduler", SimpleNamespace(kv_cache_groups=[None])))

@@ -64,6 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shared-ms", type=float, default=1.0, help="kvswap_overlap_shared_ms")
     parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
     parser.add_argument("--codec", choices=["exact"], help="kvswap_codec, for a cache of bfloat16; no faults")
+    parser.add_argument("--keep", type=int, action="append", default=[], help="kvswap_codec_keep: a layer")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():

@@ -151,7 +151,7 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
     if options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     if options.codec:
-        extra["kvswap_codec"] = options.codec
+        extra |= {"kvswap_codec": options.codec, "kvswap_codec_keep": options.keep}
     if options.simple:
         extra = {"cpu_bytes_to_use": 64 << 20}
     transfer = KVTransferConfig(
