@@ -35,26 +35,30 @@ class Progress:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         """Any work: so many of so many steps are done, and the next is called `what`."""
-        self._draw(done, total, f"{done:,}/{total:,}", what)
+        if self._due():
+            self._draw(done, total, f"{done:,}/{total:,}", what)
 
     def update(self, report: Report, total: int) -> None:
         """A replay."""
-        self._draw(report.requests, total, f"{report.requests:,}/{total:,}", progress_text(report))
+        if self._due():
+            self._draw(report.requests, total, f"{report.requests:,}/{total:,}", progress_text(report))
 
     def memory(self, done: int, total: int) -> None:
         """Bytes of host memory that are ready: progress= of a host pool."""
-        self._draw(done, total, f"{format_size(done)} of {format_size(total)} of host memory")
+        if self._due():
+            self._draw(done, total, f"{format_size(done)} of {format_size(total)} of host memory")
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        if not self._enabled or now < self._next:
+            return False
+        self._next = now + _INTERVAL
+        return True
 
     def _draw(self, done: int, total: int, count: str, text: str = "") -> None:
-        now = time.monotonic()
-        if not self._enabled:
-            return
-        left = self._eta.left(done, total, now)
-        if now < self._next:
-            return
-        self._next = now + _INTERVAL
         if self._line is None:
             self._line = _line(self._stream)
+        left = self._eta.left(done, total, time.monotonic())
         self._line.draw(done, total, "  ".join(part for part in (count, left, text) if part))
 
     def clear(self) -> None:
