@@ -483,7 +483,7 @@ def look(world: World) -> None:
     elif choice == 1:
         check(transfer.cancel() is False, "cancel() says that it stopped issued work")
     elif choice == 2:
-        check(transfer.device == world.device and transfer.path in PATHS, f"path {transfer.path}")
+        check(transfer.device == world.device and transfer.path in (*PATHS, "borrow"), f"path {transfer.path}")
         check(transfer.number >= 1 and transfer.sequence >= 1 and transfer.lane >= 0, "number, sequence, lane")
     elif choice == 3 and transfer.num_layers:
         layer, stream = world.rng.randrange(transfer.num_layers), world.rng.choice(world.streams)
