@@ -6,7 +6,7 @@
 # bench six, kvbench eight, the others two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="load bench kvbench calls driver memory peers fastdeploy files codecs replay"
+all="load bench kvbench calls driver memory peers borrow fastdeploy files codecs replay"
 out=${1:-}
 parts=${*:2}
 if [ -z "$out" ]; then
@@ -84,6 +84,11 @@ part_memory() {
 # Two GPUs.
 part_peers() {
   section bench_peer.py program 100 bench_peer.py
+}
+
+# Transfers over another GPU's link too, where there are two.
+part_borrow() {
+  section bench_borrow.py program 300 bench_borrow.py --beside
 }
 
 # FastDeploy's ops and the manager; its ranks, where there are two GPUs.

@@ -1,0 +1,267 @@
+"""Transfers over another device's link too: python3 benchmarks/bench_borrow.py [--devices A B ...] [--beside].
+
+The first device loads and stores while the others lend it their links; in turns with one bare copy of as many bytes and
+with bursts over its own link alone. Blocks lie scattered on the GPU, and on the host all layers of a block together.
+Then the first two devices both move blocks at once, with and without lending to each other; and with --beside, what a
+decode step on the lender pays. Medians of wall-clock time. Every byte is checked where it lands; exit status 1: one was
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+import kvswap
+from kvswap import _C
+from kvswap.bench import beside, loads
+from kvswap.codecs import Coding
+
+SHAPES = {"64x32k": (64, 32 << 10), "80x8k": (80, 8 << 10)}
+SLOTS = [(2, 2 << 20), (2, 4 << 20), (3, 4 << 20), (2, 8 << 20)]
+CODECS = ("exact", "mxfp8")
+LIMIT = 120.0
+WINDOW = 0.2  # seconds
+
+
+class Cache:
+    """Layers on a device, and the same blocks on the host, coded or not."""
+
+    def __init__(self, device: kvswap.Device, shape: tuple[int, int], nbytes: int, codec: str | None = None) -> None:
+        layers, page = shape
+        self.device, self.stream = device, kvswap.Stream(device)
+        self.blocks, self.layers, self.page = nbytes // (layers * page), layers, page
+        self.slots, self.nbytes = 2 * self.blocks, self.blocks * layers * page
+        coding = Coding(page, codec) if codec else None
+        size = coding.coded_nbytes if coding else page
+        self.link_nbytes = self.blocks * layers * size
+        self.gpu = device.alloc(layers * self.slots * page)
+        self.host = device.alloc(self.blocks * layers * size, host=True)
+        self.pools: tuple[list[kvswap.Pool], list[kvswap.Pool]] = ([], [])
+        for i in range(layers):
+            ptrs = self.gpu.ptr + i * self.slots * page, self.host.ptr + i * size
+            options: list[Any] = [{}, {"stride": layers * size, "coding": coding}]
+            for pools, ptr, count, each, more in zip(
+                self.pools, ptrs, (self.slots, self.blocks), (page, size), options, strict=True
+            ):
+                pools.append(kvswap.Pool(device, ptr, count, each, group=pools[0] if i else None, **more))
+        rng = np.random.default_rng(2)
+        self.ids = rng.permutation(self.slots)[: self.blocks]
+        self.kind: Literal["bytes", "coarse"] = "coarse" if codec else "bytes"  # coarse: which each codec gives back
+        ptrs_of = self.gpu.ptr + np.add.outer(np.arange(layers) * self.slots, self.ids).ravel() * page
+        self.ptrs, self.sizes = ptrs_of.astype(np.uint64), np.full(layers * self.blocks, page, np.uint64)
+        self.turn = 0
+        self.pattern(False)
+
+    def pattern(self, check: bool) -> int:
+        """Write other bytes than before into the blocks, or count the words that are not those."""
+        self.turn += not check
+        keys = np.arange(self.ptrs.size, dtype=np.uint64) + np.uint64(1000003 * self.turn)
+        job = _C._pattern(self.device, check, self.ptrs, self.sizes, keys, self.stream, self.kind)
+        return job.result(LIMIT)[0]
+
+    def wipe(self) -> None:
+        self.turn += 1
+        keys = np.full(self.ptrs.size, 7, np.uint64)
+        _C._pattern(self.device, False, self.ptrs, self.sizes, keys, self.stream).result(LIMIT)
+        self.turn -= 1
+
+    def store(self, **options: Any) -> kvswap.Transfer:
+        return kvswap.move_blocks(*self.pools, self.ids, np.arange(self.blocks), **options)
+
+    def load(self, **options: Any) -> kvswap.Transfer:
+        return kvswap.move_blocks(*self.pools[::-1], np.arange(self.blocks), self.ids, **options)
+
+    def check(self, **options: Any) -> int:
+        """Wrong words after a store and a load of new bytes."""
+        self.pattern(False)
+        self.store(**options).wait(LIMIT)
+        self.wipe()
+        self.load(**options).wait(LIMIT)
+        return self.pattern(True)
+
+
+class Bare:
+    """One copy of as many bytes."""
+
+    def __init__(self, device: kvswap.Device, nbytes: int) -> None:
+        self.memory = device.alloc(nbytes), device.alloc(nbytes, host=True)
+        self.gpu, self.host = (kvswap.Pool(device, memory, 1, nbytes) for memory in self.memory)
+        self.nbytes = nbytes
+
+    def store(self, **_: Any) -> kvswap.Transfer:
+        return kvswap.move_blocks(self.gpu, self.host, [0], [0], path="dma")
+
+    def load(self, **_: Any) -> kvswap.Transfer:
+        return kvswap.move_blocks(self.host, self.gpu, [0], [0], path="dma")
+
+
+def seconds(*submit: Callable[[], kvswap.Transfer]) -> float:
+    begin = time.perf_counter()
+    for transfer in [one() for one in submit]:
+        transfer.wait(LIMIT)
+    return time.perf_counter() - begin
+
+
+def say(**row: Any) -> None:
+    print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}))
+    sys.stdout.flush()
+
+
+def lend(devices: list[kvswap.Device], count: int, slot_nbytes: int) -> None:
+    """All others to the first; 0 bytes: no longer."""
+    for lender in devices[1:]:
+        lender.lend(devices[0], slot_nbytes, count, timeout=LIMIT)
+
+
+def lent(devices: list[kvswap.Device]) -> int:
+    stats = [device.stats() for device in devices[1:]]
+    return sum(each["lent_bytes_d2h"] + each["lent_bytes_h2d"] for each in stats)
+
+
+def measure(devices: list[kvswap.Device], name: str, options: argparse.Namespace) -> int:
+    """A copy, bursts and borrowed transfers in turns; wrong words."""
+    bare, wrong = Bare(devices[0], options.nbytes), 0
+    for codec in (None, *options.codec):
+        cache = Cache(devices[0], SHAPES[name], options.nbytes, codec)
+        for count, slot_nbytes in options.slots if codec is None else options.slots[1:2]:
+            lend(devices, count, slot_nbytes)
+            wrong += cache.check(path="borrow")
+            times: dict[tuple[str, str], list[float]] = {}
+            seconds(bare.store), seconds(bare.load)
+            before, moved = lent(devices), 0
+            for _ in range(options.repeats):
+                for method, path in (("copy", "dma"), ("burst", "burst"), ("borrow", "borrow")):
+                    of = bare if method == "copy" else cache
+                    for way, submit in (("D2H", of.store), ("H2D", of.load)):
+                        times.setdefault((method, way), []).append(seconds(partial(submit, path=path)))
+                    moved += 2 * cache.link_nbytes if method == "borrow" else 0
+            share = (lent(devices) - before) / moved
+            lend(devices, 2, 0)
+            for way in ("D2H", "H2D"):
+                medians = {method: statistics.median(times[method, way]) for method in ("copy", "burst", "borrow")}
+                rates = {
+                    method: (bare if method == "copy" else cache).nbytes / s / 1e9 for method, s in medians.items()
+                }
+                say(
+                    shape=name, codec=codec, slots=f"{count} x {slot_nbytes >> 20} MiB", dir=way, lent=share,
+                    **{f"{method} GB/s": rate for method, rate in rates.items()},
+                    of_copy=rates["borrow"] / rates["copy"], of_burst=rates["borrow"] / rates["burst"],
+                )  # fmt: skip
+        del cache
+    return wrong
+
+
+def both_at_once(devices: list[kvswap.Device], name: str, options: argparse.Namespace) -> int:
+    """Each of two devices loads its own blocks; with lending to each other, and without."""
+    caches = [Cache(device, SHAPES[name], options.nbytes) for device in devices[:2]]
+    wrong = 0
+    for way in ("store", "load"):
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(options.repeats):
+            for lending in (False, True):
+                for lender, borrower in (devices[:2], devices[1::-1]):
+                    lender.lend(borrower, 4 << 20 if lending else 0, timeout=LIMIT)
+                path: Any = "borrow" if lending else "burst"
+                calls = [partial(cache.store if way == "store" else cache.load, path=path) for cache in caches]
+                times[lending].append(seconds(*calls))
+        alone, together = (statistics.median(times[lending]) for lending in (False, True))
+        say(shape=name, both="at once", way=way, seconds=together, without_lending=alone, ratio=alone / together)
+        wrong += sum(cache.check(path="borrow") for cache in caches)
+        for lender, borrower in (devices[:2], devices[1::-1]):
+            lender.lend(borrower, 0, timeout=LIMIT)
+    return wrong
+
+
+class Busy:
+    """Transfers without a pause, two at a time, by a thread."""
+
+    def __init__(self, submit: Callable[[], kvswap.Transfer]) -> None:
+        self.submit, self.nbytes, self.stop = submit, 0, threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        before: kvswap.Transfer | None = None
+        while not self.stop.is_set():
+            transfer = self.submit()
+            if before is not None:
+                before.wait(LIMIT)
+                self.nbytes += before.nbytes
+            before = transfer
+        if before is not None:
+            before.wait(LIMIT)
+
+    def __enter__(self) -> Busy:
+        self.thread.start()
+        time.sleep(WINDOW / 4)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+
+def beside_the_lender(devices: list[kvswap.Device], name: str, options: argparse.Namespace) -> None:
+    """What a decode step on the lender pays, beside a copy of its own and beside what it lends, in turns."""
+    lender = devices[1]
+    load, bare = loads.load_for(lender, "step"), Bare(lender, options.nbytes)
+    cache = Cache(devices[0], SHAPES[name], options.nbytes)
+    lend(devices[:2], 2, 4 << 20)
+    ways: dict[str, Callable[[], kvswap.Transfer]] = {
+        "own copy D2H": bare.store,
+        "own copy H2D": bare.load,
+        "lent D2H": lambda: cache.store(path="borrow"),
+        "lent H2D": lambda: cache.load(path="borrow"),
+    }
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    before = beside._run_alone(lender, load, WINDOW)
+    for _ in range(options.repeats):
+        for way, submit in ways.items():
+            beside._warm_up(lender, load)
+            with Busy(submit) as busy:
+                begin, counted = time.perf_counter(), busy.nbytes
+                step = beside._run_load(lender, load, WINDOW).piece_seconds
+                rate = (busy.nbytes - counted) / (time.perf_counter() - begin) / 1e9
+            after = beside._run_alone(lender, load, WINDOW)
+            found[way].append((2 * step / (before + after), rate))
+            before = after
+    lend(devices[:2], 2, 0)
+    for way, pairs in found.items():
+        slow, rate = (statistics.median(values) for values in zip(*pairs, strict=True))
+        say(shape=name, beside="the lender's step", way=way, slow_down=slow, **{"GB/s": rate})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="the borrower, then lenders")
+    parser.add_argument("--nbytes", type=int, default=1 << 30)
+    parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
+    parser.add_argument("--codec", action="append", choices=CODECS)
+    parser.add_argument("--slots", nargs=2, type=int, action="append", metavar=("COUNT", "NBYTES"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--beside", action="store_true", help="beside a decode step of the lender, too")
+    options = parser.parse_args()
+    options.codec, options.slots = options.codec or list(CODECS), options.slots or SLOTS
+    devices = [kvswap.Device(name) for name in options.devices]
+    print(", ".join(device.info["name"] for device in devices), kvswap.__version__)
+    wrong = 0
+    for name in options.shape or SHAPES:
+        wrong += measure(devices, name, options)
+        wrong += both_at_once(devices, name, options)
+        if options.beside:
+            beside_the_lender(devices, name, options)
+    print(f"{wrong} wrong words")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
