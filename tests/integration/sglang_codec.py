@@ -5,7 +5,7 @@
 SOURCE as for sglang_package.py. No GPU is needed. Of each token whose KV SGLang counts as computed, every byte is
 compared. It runs: prompts that go out to coded host memory and come back; how many pages the same bytes of host memory
 hold; pages that do not fit, on the last rank only: a prefix ends there on all; random prompts, more than the host
-holds; a spoilt coded page, which is found; what is refused.
+holds; drafts; a spoilt coded page, which is found, or with KVSWAP_VERIFY_CODEC=1 is no hit; what is refused.
 """
 
 # mypy: ignore-errors
@@ -85,7 +85,15 @@ class Scenario:
             print(f"  {what}", flush=True)
 
     def run(self) -> None:
-        for step in (self.there_and_back, self.more_pages, self.misfits, self.many, self.spoilt, self.refusals):
+        for step in (
+            self.there_and_back,
+            self.more_pages,
+            self.misfits,
+            self.many,
+            self.drafts,
+            self.spoilt,
+            self.refusals,
+        ):
             step()
 
     def there_and_back(self) -> None:
@@ -165,6 +173,32 @@ class Scenario:
         self.checked += engine.checked
         engine.close()
 
+    def drafts(self) -> None:
+        """Packed drafts, and both of SGLang's cache controllers."""
+        import sglang_copies
+        import torch
+        from sglang.srt.managers import cache_controller
+
+        sglang_copies.Cache.pinned = True
+        cache_controller.get_parallel = lambda: SimpleNamespace(attn_dcp_size=1, attn_dcp_rank=0)
+        for hybrid, drafts in ((True, 0), (True, 3), (False, 0)):
+            cache = sglang_copies.Cache("MLA" if self.options.mla else "MHA", self.options.layout, hybrid, drafts)
+            for number, at in enumerate(cache.each()):
+                rows = cache.device_rows(*at)
+                rows[:] = 0x40C0 + (torch.arange(len(rows)) * 7 + number)[:, None] % 2 * -(1 << 15)
+            tokens = cache.allocator.alloc(4 * sglang_copies.PAGE)
+            host, wanted = cache.controller.write(tokens, node_id=1), {}
+            cache.settle()
+            for at in cache.each():
+                wanted[at] = cache.device_rows(*at)[tokens].clone()
+                cache.device_rows(*at)[tokens] = 7
+            back = cache.controller.load(host)
+            cache.await_layers(cache.controller.start_loading(), lambda layer: None)
+            cache.settle()
+            for at in cache.each():
+                assert torch.equal(cache.device_rows(*at)[back], wanted[at]), (hybrid, drafts, at)
+        self.say("HiCacheController, HybridCacheController, drafts: all bytes right")
+
     def spoilt(self) -> None:
         import kvswap
         from kvswap import testing
@@ -174,6 +208,11 @@ class Scenario:
             engine.serve(tokens)
             engine.settle()
         evict_all(engine)
+        if os.environ.get("KVSWAP_VERIFY_CODEC") == "1":
+            known = engine.serve(tokens)[1]
+            assert known < len(tokens), "the spoilt page is a hit"
+            self.say(f"a spoilt page is no hit: {known} of {len(tokens)} tokens are loaded, all bytes right")
+            return
         try:
             engine.serve(tokens)
         except (AssertionError, kvswap.Error) as error:

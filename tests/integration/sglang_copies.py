@@ -78,6 +78,7 @@ class Cache:
     """A device pool, a host pool and one of SGLang's controllers over them."""
 
     device = "cpu"  # of all
+    pinned = False  # the host pools of a CPU
 
     def __init__(self, kind: str, layout: str, hybrid: bool, drafts: int = 0):
         import torch
@@ -93,7 +94,7 @@ class Cache:
         shape = {"size": TOKENS, "page_size": PAGE, "dtype": torch.bfloat16, "device": self.device}
         shape |= {"enable_memory_saver": False}
         own = {"device_capacity_tokens": TOKENS, "host_token_capacity": HOST_TOKENS, "start_layer": 0}
-        own |= {"end_layer": LAYERS, "pin_memory": self.device != "cpu"}
+        own |= {"end_layer": LAYERS, "pin_memory": self.pinned or self.device != "cpu"}
 
         def pool(layers):
             if kind == "MLA":
