@@ -343,7 +343,8 @@ def test_stores_that_wait_for_staging_get_a_share(tmp_path: Path) -> None:
         stores = [rig.submit(lambda i=i: rig.put(b"new-%d" % i)) for i in range(8)]
         before = sorted(rig.ended_before(each, loads) for each in stores)  # neighbours may change places
     assert before[0] <= 80
-    assert 7 * SHARE - 16 <= before[-1] - before[0] <= 7 * SHARE + 16
+    between = (before[-1] - before[0]) / 7  # where stores come first none, and where loads do all 300 come before
+    assert SHARE / 2 <= between <= 2 * SHARE
     rig.store.close()
 
 
