@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, WITHOUT_BINDINGS, Buffer, Bytes, Gate, run_python, until, usable
+from conftest import PATIENCE, WITHOUT_BINDINGS, Buffer, Bytes, Gate, names_of_threads, run_python, until, usable
 
 import kvswap
 from kvswap import _C, _races, memory, testing
@@ -458,10 +458,11 @@ def test_no_pool_is_opened_in_memory_that_is_being_freed() -> None:
     device = kvswap.Device("host:0")
     own = device.alloc(4096, host=True)
     address = own.ptr
-    with testing.fault(device, "call", "delay", operation="host_free", delay=0.5):
+    with testing.fault(device, "call", "delay", operation="host_free", delay=2.0):
         thread = threading.Thread(target=own.free)
         thread.start()
-        time.sleep(0.1)
+        until(lambda: "kvswap-reclaim" in names_of_threads(), "the thread that frees")
+        time.sleep(0.2)
         with pytest.raises(ValueError, match="not mapped"):  # it waits for the end of that
             kvswap.Pool(device, address, 8, 512)
         thread.join(PATIENCE)
