@@ -5,11 +5,18 @@
  *   0        exponent 0 (zero and subnormals)
  *   1 to 14  exponent base - 14 + code
  *   15       an escape: position and exponent are in a list. Infinity and NaN are escapes
- * The list is in order of position, so a unit has one coded form only. It has a fixed number of places; a unit with
- * more escapes is not stored.
+ * The list is in order of position, so a unit has one coded form only. It has a fixed number of places.
+ *
+ * Keys of models with biases have channels that are hundreds of times as large as the others: with their base, many
+ * values of the others would be escapes. So where the escapes do not fit, pairs of adjacent channels are marked whose
+ * largest exponent is far above the others'; marked values have a base of their own, `outer`, for the whole unit. What
+ * a channel is follows from a guess, a classing: the values are `inner` channels, in rows one after the other, 16 rows
+ * before the next head. The classings are tried in order: rows as long as a 16th of the unit (tokens with all heads),
+ * rows of 128 and of 64 values (heads with all tokens). A unit that fits with none is not stored.
  *
  * Behind the head: n bytes of signs and mantissas, rounded up to 16; n / 2 bytes of codes, the even value in the low
- * half, rounded up to 16; a byte a segment, its base; 3 bytes an escape: position (16 bits) and exponent; zeros.
+ * half, rounded up to 16; a byte a segment, its base; if n is a multiple of 256, the number of the classing (0: nothing
+ * is marked), `outer`, and a bit a pair of channels; 3 bytes an escape: position (16 bits) and exponent; zeros.
  *
  * Two values are handled together, in the halves of a 32-bit word. No half overflows into the other: exponents have 8
  * bits, and the sums below stay under 2^12. */
@@ -19,17 +26,21 @@
 #include "codecs/unit.h"
 
 enum {
-  KVS_EXACT_VERSION = 1,
+  KVS_EXACT_VERSION = 2,
   KVS_EXACT_SEGMENT = 512,    /* values */
-  KVS_EXACT_PER_ESCAPE = 160, /* a unit has places for at least one escape in so many values */
+  KVS_EXACT_PER_ESCAPE = 180, /* a unit has places for at least one escape in so many values */
   KVS_EXACT_ESCAPE = 15,      /* code */
+  KVS_EXACT_ROWS = 16,        /* values of a channel of one head */
+  KVS_EXACT_CLASSINGS = 3,
+  KVS_EXACT_ABOVE = 4, /* a pair of channels is marked whose largest exponent is more than this above a typical one */
 };
 
 /* Offsets from the head. */
 struct kvs_exact_layout {
   uint32_t values, segments;
-  uint32_t codes, bases, escapes;
-  uint32_t places; /* for escapes */
+  uint32_t codes, bases, marks, escapes;
+  uint32_t classes; /* pairs of channels; 0: there are no marks */
+  uint32_t places;  /* for escapes */
   uint32_t nbytes;
 };
 
@@ -39,11 +50,30 @@ KVS_BOTH struct kvs_exact_layout kvs_exact_layout_of(uint32_t nbytes) {
   layout.segments = (layout.values + KVS_EXACT_SEGMENT - 1u) / KVS_EXACT_SEGMENT;
   layout.codes = KVS_UNIT_HEAD + kvs_round16(layout.values);
   layout.bases = layout.codes + kvs_round16((layout.values + 1u) / 2u);
-  layout.escapes = layout.bases + layout.segments;
+  layout.classes = layout.values % 256u ? 0u : layout.values / (2u * KVS_EXACT_ROWS);
+  layout.marks = layout.bases + layout.segments;
+  layout.escapes = layout.marks + (layout.classes ? 2u + layout.classes / 8u : 0u);
   layout.nbytes = kvs_round16(layout.escapes + 3u * (layout.values / KVS_EXACT_PER_ESCAPE));
   layout.places = (layout.nbytes - layout.escapes) / 3u;
   return layout;
 }
+
+/* Values of a row; 0: the unit is not made of such rows. */
+KVS_BOTH uint32_t kvs_exact_inner(const struct kvs_exact_layout *layout, uint32_t classing) {
+  const uint32_t inner = classing == 1u   ? layout->values / KVS_EXACT_ROWS
+                         : classing == 2u ? 128u
+                         : classing == 3u ? 64u
+                                          : 0u;
+  return layout->classes && inner && layout->values % (KVS_EXACT_ROWS * inner) == 0 ? inner : 0u;
+}
+
+/* The class of the pair that begins with this value. Those of 8 values from a multiple of 8 on follow each other. */
+KVS_BOTH uint32_t kvs_exact_class(uint32_t inner, uint32_t value) {
+  return value / (KVS_EXACT_ROWS * inner) * (inner / 2u) + value % inner / 2u;
+}
+
+/* The typical largest exponent: so many classes at most have a larger one. */
+KVS_BOTH uint32_t kvs_exact_above(uint32_t classes) { return classes * 3u / 8u; }
 
 /* The exponents of a pair of values. */
 KVS_BOTH uint32_t kvs_exact_exponents(uint32_t pair) { return pair >> 7 & 0x00ff00ffu; }

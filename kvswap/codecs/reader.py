@@ -18,6 +18,7 @@ __all__ = ["Unit", "decode_block", "encode_block", "units_of"]
 
 _MAGIC, _UNIT, _CUT, _HEAD = 0x764B, 32 << 10, 1024, 16
 _NUMBERS = {name: number for number, name in enumerate(("raw", *CODECS))}
+_VERSIONS = {"raw": 1, "exact": 2, "mxfp8": 1, "fp4": 1}
 _CODED = {"exact": ("bf16",), "mxfp8": ("bf16", "fp16"), "fp4": ("bf16", "fp16")}
 _WIDTH = {"bf16": (7, 127), "fp16": (10, 15)}  # bits of the mantissa, bias
 _Words = NDArray[np.uint16]
@@ -49,7 +50,7 @@ class Unit(NamedTuple):
         if self.codec == "raw":
             return _HEAD + _up(self.nbytes)
         if self.codec == "exact":
-            return _up(_escapes_at(n) + n // 160 * 3)
+            return _up(_escapes_at(n) + n // 180 * 3)
         if self.codec == "mxfp8":
             return _up(_HEAD + _up(n) + -(-n // 32))
         return _up(_HEAD + _up(-(-n // 2)) + -(-n // 16))
@@ -59,8 +60,12 @@ def _up(n: int, to: int = 16) -> int:
     return -(-n // to) * to
 
 
-def _escapes_at(n: int) -> int:
+def _marks_at(n: int) -> int:
     return _HEAD + _up(n) + _up(-(-n // 2)) + -(-n // 512)
+
+
+def _escapes_at(n: int) -> int:
+    return _marks_at(n) + (0 if n % 256 else 2 + n // 256)
 
 
 # -- where units are --------------------------------------------------------------------------------------------------
@@ -100,22 +105,65 @@ def _runs(offset: int, nbytes: int, kind: str, codec: str) -> list[Unit]:
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
+def _classes(n: int, classing: int) -> NDArray[np.int64] | None:
+    """Of each pair of values, the pair of channels to which it belongs: those of rows of `inner` values."""
+    inner = (n // 16, 128, 64)[classing - 1]
+    if n % 256 or n % (16 * inner):
+        return None
+    value = np.arange(0, n, 2)
+    return value // (16 * inner) * (inner // 2) + value % inner // 2
+
+
+def _marked(finite: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether a pair of channels has exponents far above a typical one's."""
+    most = np.zeros(classes.max() + 1, np.int64)
+    np.maximum.at(most, classes, finite.reshape(-1, 2).max(axis=1))
+    typical = np.sort(most)[::-1][len(most) * 3 // 8]
+    marked: NDArray[np.bool_] = most > typical + 4
+    return marked
+
+
 def _encode_exact(values: _Words, kind: str, room: int) -> tuple[_Bytes, int] | None:
     n = len(values)
     exponent = (values >> 7 & 0xFF).astype(np.int64)
     finite = np.where(exponent == 255, 0, exponent)
-    bases = np.array([finite[i : i + 512].max() for i in range(0, n, 512)], np.int64)
-    code = exponent + 14 - np.repeat(bases, 512)[:n]
+    for classing in range(1 if n % 256 else 4):
+        classes = _classes(n, classing) if classing else None
+        marked = np.zeros(0, np.bool_) if classes is None else _marked(finite, classes)
+        if classing and not marked.any():
+            continue
+        outliers = np.zeros(n, np.bool_) if classes is None else np.repeat(marked[classes], 2)
+        coded = _with_marks(exponent, finite, outliers, room)
+        if coded is None:
+            continue
+        body, escapes = coded
+        body[:n] = values >> 8 & 0x80 | values & 0x7F
+        at = _marks_at(n) - _HEAD
+        if classing:
+            body[at : at + 2] = classing, finite[outliers].max()
+            body[at + 2 :][: n // 256] = np.packbits(marked, bitorder="little")
+        return body, escapes
+    return None
+
+
+def _with_marks(
+    exponent: NDArray[np.int64], finite: NDArray[np.int64], outliers: NDArray[np.bool_], room: int
+) -> tuple[_Bytes, int] | None:
+    """All but signs, mantissas and marks; None: the escapes do not fit."""
+    n, inner = len(exponent), np.where(outliers, 0, finite)
+    bases = np.array([inner[i : i + 512].max() for i in range(0, n, 512)], np.int64)
+    own = np.where(outliers, finite[outliers].max() if outliers.any() else 0, np.repeat(bases, 512)[:n])
+    code = exponent + 14 - own
     code = np.where(exponent == 0, 0, np.where((code < 1) | (code > 14), 15, code))
     escapes = np.flatnonzero(code == 15)
-    body = np.zeros(room, np.uint8)
-    body[:n] = values >> 8 & 0x80 | values & 0x7F
-    pairs = np.append(code, np.zeros(n % 2, np.int64)).reshape(-1, 2)
-    body[_up(n) :][: len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
     at = _escapes_at(n) - _HEAD
-    body[at - len(bases) : at] = bases
     if at + 3 * len(escapes) > room:
         return None
+    body = np.zeros(room, np.uint8)
+    pairs = np.append(code, np.zeros(n % 2, np.int64)).reshape(-1, 2)
+    body[_up(n) :][: len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
+    marks = _marks_at(n) - _HEAD
+    body[marks - len(bases) : marks] = bases
     places = np.stack([escapes & 0xFF, escapes >> 8, exponent[escapes]], axis=1)
     body[at:][: places.size] = places.reshape(-1)
     return body, len(escapes)
@@ -131,8 +179,15 @@ def _decode_exact(body: _Bytes, n: int, kind: str, escapes: int) -> _Words | Non
         return None
     joined = body[_up(n) :][: -(-n // 2)]
     code = np.stack([joined & 15, joined >> 4], axis=1).reshape(-1)[:n].astype(np.int64)
-    bases = body[at - -(-n // 512) : at].astype(np.int64)
-    exponent = np.where(code == 0, 0, code - 14 + np.repeat(bases, 512)[:n] & 0xFF)
+    marks = _marks_at(n) - _HEAD
+    bases = np.repeat(body[marks - -(-n // 512) : marks].astype(np.int64), 512)[:n]
+    if n % 256 == 0 and body[marks]:
+        classes = _classes(n, int(body[marks])) if body[marks] < 4 else None
+        if classes is None:
+            return None
+        marked = np.unpackbits(body[marks + 2 :][: n // 256], bitorder="little")
+        bases = np.where(np.repeat(marked[classes], 2), body[marks + 1], bases)
+    exponent = np.where(code == 0, 0, code - 14 + bases & 0xFF)
     exponent[position] = special
     rest = body[:n].astype(np.int64)
     return ((rest & 0x80) << 8 | exponent << 7 | rest & 0x7F).astype(np.uint16)
@@ -270,14 +325,15 @@ def _encode_unit(page: _Bytes, unit: Unit) -> tuple[_Bytes, Verdict]:
         made = _ENCODE[unit.codec](data.view(np.uint16), unit.kind, room)
     body, escapes = made or (np.zeros(room, np.uint8), 0)
     head = np.zeros(1, np.dtype("<u2,u1,u1,u1,u1,u2,u4,u4"))
-    head[0] = (_MAGIC, 1, _NUMBERS[unit.codec], 1 if made else 2, KINDS.index(unit.kind), escapes, unit.nbytes, 0)
+    own = (_MAGIC, _VERSIONS[unit.codec], _NUMBERS[unit.codec])
+    head[0] = (*own, 1 if made else 2, KINDS.index(unit.kind), escapes, unit.nbytes, 0)
     return np.concatenate([head.view(np.uint8), body]), Verdict.GOOD if made else Verdict.NOT_STORED
 
 
 def _decode_unit(coded: _Bytes, unit: Unit) -> tuple[_Bytes, Verdict]:
     zeros = np.zeros(unit.nbytes, np.uint8)
     magic, version, codec, state, kind, escapes, nbytes, rest = coded[:_HEAD].view("<u2,u1,u1,u1,u1,u2,u4,u4")[0]
-    own = (_MAGIC, 1, _NUMBERS[unit.codec], KINDS.index(unit.kind), unit.nbytes, 0)
+    own = (_MAGIC, _VERSIONS[unit.codec], _NUMBERS[unit.codec], KINDS.index(unit.kind), unit.nbytes, 0)
     if (magic, version, codec, kind, nbytes, rest) != own or state not in (1, 2):
         return zeros, Verdict.DAMAGED
     if state == 2:

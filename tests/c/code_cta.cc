@@ -17,6 +17,7 @@ extern "C" {
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 struct uint4 {
   uint32_t x, y, z, w;
 };
@@ -75,6 +76,10 @@ static uint32_t __shfl_up_sync(unsigned, uint32_t value, unsigned by) {
 }
 
 static int __any_sync(unsigned, int value) { return __reduce_max_sync(0, value != 0) != 0; }
+
+static void atomicMax(uint32_t *word, uint32_t value) { *word = value > *word ? value : *word; }
+
+static void atomicOr(uint32_t *word, uint32_t value) { *word |= value; }
 
 static int __popc(uint32_t value) { return __builtin_popcount(value); }
 
@@ -178,6 +183,13 @@ static enum kvs_unit_verdict run_cta(unsigned threads) {
 
 /* -- the tests ------------------------------------------------------------------------------------------------- */
 
+/* How 7 to 9: a pair of channels is some 2^8 times as large as the others, another one in each head; heads of 128 or 64
+ * channels with 16 values each, or all in rows of a 16th of the unit. */
+static bool is_large(uint64_t value, uint64_t nbytes, int how) {
+  const uint64_t inner = how == 7 ? 128 : how == 8 ? 64 : nbytes / 32;
+  return inner && (value % inner + 10 * (value / (16 * inner))) % inner >= inner - 2;
+}
+
 static void fill(uint8_t *bytes, uint64_t nbytes, int how) {
   for (uint64_t i = 0; i + 1 < nbytes; i += 2) {
     uint64_t random = check_random(&seed);
@@ -185,11 +197,13 @@ static void fill(uint8_t *bytes, uint64_t nbytes, int how) {
     if (how == 1) value = (uint16_t)(random >> 20);
     if (how >= 2 && check_below(&seed, 250) == 0) /* an escape: NaN, infinity or far below the others; or exponent 0 */
       value = (uint16_t)((random & 0x807f) | (random % 3 == 0 ? 0x7f80 : (random >> 30) % 90 << 7));
+    if (how >= 7)
+      value = (uint16_t)((random & 0x807f) | (is_large(i / 2, nbytes, how) ? 132 : 116 + random % 1000 % 9) << 7);
     memcpy(bytes + i, &value, 2);
   }
 }
 
-static uint64_t differ, decoded_bad, not_stored, miscoded;
+static uint64_t differ, decoded_bad, not_stored, miscoded, classings[KVS_EXACT_CLASSINGS + 1];
 
 /* Of what was coded just now, and of that with a wrong bit. Both sides leave the same bytes. */
 static void verify(const struct kvs_unit *unit, const uint8_t *page, const uint8_t *coded, unsigned threads,
@@ -225,6 +239,8 @@ static void compare(const struct kvs_unit *unit, uint64_t page_nbytes, unsigned 
   CHECK(run_cta(threads) == verdict, "how %d", how);
   differ += memcmp(coded, wanted, unit->coded_nbytes) != 0;
   not_stored += verdict != KVS_UNIT_GOOD;
+  const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(unit));
+  if (unit->codec == KVS_CODEC_EXACT && verdict == KVS_UNIT_GOOD && layout.classes) classings[coded[layout.marks]]++;
   verify(unit, page, coded, threads, verdict);
   for (uint64_t i = check_below(&seed, 3); how && i > 0; i--) /* damage */
     coded[check_below(&seed, 2) ? check_below(&seed, 16)
@@ -261,6 +277,7 @@ int main(void) {
       test_unit(names[codec], (enum kvs_kind)kind, 50, 30, 77, 96);
     }
   CHECK(differ == 0, "%d blocks differ from what the CPU's codec gives", (int)differ);
+  for (int i = 0; i <= KVS_EXACT_CLASSINGS; i++) CHECK(classings[i], "no unit was coded with classing %d", i);
   CHECK(miscoded > 100, "%d wrong units were found", (int)miscoded);
   CHECK(not_stored > 0 && decoded_bad > not_stored, "%d, %d", (int)not_stored, (int)decoded_bad);
   return check_close();

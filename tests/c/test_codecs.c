@@ -124,7 +124,7 @@ static void test_limits(void) {
   uint16_t *block = calloc(VALUES, 2), *back = calloc(VALUES, 2);
   uint64_t size = coded_nbytes(coding), seed = 3, zeros = 0;
   uint8_t *coded = calloc(1, size);
-  CHECK(layout.places >= VALUES / 160 && layout.nbytes == size, "%u", layout.places);
+  CHECK(layout.places >= VALUES / KVS_EXACT_PER_ESCAPE && layout.nbytes == size, "%u", layout.places);
   for (uint32_t more = 0; more < 2; more++) {
     fill_normal(block, VALUES, &seed);
     for (uint32_t i = 0; i < layout.places + more; i++)

@@ -72,6 +72,51 @@ def test_exact_loses_no_bit_or_says_so(what: str) -> None:
     assert np.array_equal(back[0], block.view(np.uint8) if verdicts[0] == Verdict.GOOD else np.zeros(block.nbytes))
 
 
+def keys_with_biases(heads: int, channels: int, larger: float, order: str, seed: int) -> NDArray[np.uint16]:
+    """16 tokens of keys whose heads have each three channels, of any number, that are far larger than the others."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((16, heads, channels)).astype(np.float32)
+    for head in range(heads):
+        keys[:, head, rng.permutation(channels)[:3]] += larger * rng.choice((-1, 1), 3)
+    return measure.to_bf16(keys if order == "tokens" else keys.transpose(1, 0, 2)).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("order", "heads", "channels"),
+    [("tokens", 8, 128), ("tokens", 3, 64), ("tokens", 2, 80), ("heads", 8, 128), ("heads", 16, 64), ("heads", 2, 128)],
+)
+def test_exact_marks_channels_that_are_far_larger(order: str, heads: int, channels: int) -> None:
+    """As biases of keys make them. Most blocks fit, no bit is lost, and the reference marks the same ones."""
+    found = []
+    for seed in range(12):
+        block = keys_with_biases(heads, channels, 200, order, seed)
+        coding = Coding(block.nbytes, "exact")
+        if compare(coding, block) == Verdict.GOOD:
+            n, coded = block.size, coding.encode(block)[0][0]
+            assert np.array_equal(coding.decode(coded[None])[0][0], block.view(np.uint8))
+            found.append(int(coded[reader._marks_at(n)]))
+    assert len(found) >= 11 and found.count(0) <= 2 and (order == "heads" or max(found) == 1), found
+    plain = measure.to_bf16(np.random.default_rng(1).standard_normal(16 * heads * channels).astype(np.float32))
+    assert Coding(plain.nbytes, "exact").encode(plain)[0][0][reader._marks_at(plain.size)] == 0
+
+
+def test_marks_that_are_damaged() -> None:
+    """A classing that there is not, or not for this unit, is found; any other stays inside the block."""
+    block = keys_with_biases(3, 64, 200, "tokens", 1)  # 3,072 values: no whole heads of 128 channels
+    coding, at = Coding(block.nbytes, "exact"), reader._marks_at(block.size)
+    coded, verdicts = coding.encode(block)
+    assert verdicts[0] == Verdict.GOOD and coded[0, at] == 1
+    for classing in (2, 4, 200):
+        coded[0, at] = classing
+        back, found = coding.decode(coded)
+        same, again = reader.decode_block(coding, coded[0])
+        assert found[0] == again == Verdict.DAMAGED and not back.any() and not same.any()
+    for classing, bits in ((0, 7), (1, 255), (3, 255)):
+        coded[0, at : at + 2 + block.size // 256] = [classing, 3, *[bits] * (block.size // 256)]
+        back, found = coding.decode(coded)
+        assert np.array_equal(back[0], reader.decode_block(coding, coded[0])[0]) and found[0] == Verdict.GOOD
+
+
 LATENT = [Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16")]
 FIELDS = {
     "latent": (656 * 64, {"fields": LATENT, "pitch": 656, "page_nbytes": 656 * 16}),

@@ -223,8 +223,8 @@ def test_another_coding_of_the_same_directory(exact: Cache, store: FileStore, tm
         with pytest.raises(ValueError) as refused:
             opened(tmp_path, layout, None)
         there, asked = str(refused.value).split("asked for")
-        assert '[[0,4096,"bf16","exact",1]]' in there
-        assert ('[[80,4096,"bf16","exact",1]]' if layout.codings else '"model":"m"') in asked
+        assert '[[0,4096,"bf16","exact",2]]' in there
+        assert ('[[80,4096,"bf16","exact",2]]' if layout.codings else '"model":"m"') in asked
 
 
 def test_pools_of_another_coding(exact: Cache, store: FileStore, device: kvswap.Device, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_layouts_of_coded_blocks() -> None:
             Layout.parse(16, f'{{"coding":{wrong}}}')
 
 
-@pytest.mark.parametrize("change", [{"codec": "zip"}, {"fields": [[0, 4096, "bf16", "exact", 2]]}, {"unit": 1 << 16}])
+@pytest.mark.parametrize("change", [{"codec": "zip"}, {"fields": [[0, 4096, "bf16", "exact", 9]]}, {"unit": 1 << 16}])
 def test_a_coding_that_this_version_has_not(change: dict[str, Any]) -> None:
     text = json.dumps({**json.loads(coding_of().text), **change})
     with pytest.raises(ValueError, match=r"zip|cannot be read"):
