@@ -7,6 +7,7 @@
 #define KVS_CODECS_UNIT_CUH
 
 #include "codecs/exact.cuh"
+#include "codecs/exact_decode.cuh"
 #include "codecs/fp4.cuh"
 #include "codecs/mxfp8.cuh"
 

@@ -1,0 +1,78 @@
+/* Marks of `exact` by one CTA: which pairs of channels are far larger than the others (exact.h). */
+#ifndef KVS_CODECS_MARKS_CUH
+#define KVS_CODECS_MARKS_CUH
+
+#include "codecs/exact.h"
+#include "codecs/page.cuh"
+
+#define CODE_SEGMENTS (KVS_UNIT_NBYTES / 2 / KVS_EXACT_SEGMENT)
+#define CODE_CLASSES (KVS_UNIT_NBYTES / 4 / KVS_EXACT_ROWS)
+
+struct code_shared {
+  uint32_t escapes[CODE_SEGMENTS];         /* of each segment; then of all segments before it */
+  uint32_t total;                          /* of the unit */
+  uint16_t masks[CODE_SEGMENTS][KVS_WARP]; /* which of a lane's 16 values are escapes */
+  uint32_t most[CODE_CLASSES];             /* the largest exponent of each class */
+  uint32_t marks[CODE_CLASSES / 32];       /* a bit a class */
+  uint32_t outer;                          /* the largest exponent of marked classes; 0: none is marked */
+};
+
+/* By the first warp: the largest exponent that more than kvs_exact_above() classes reach; then the marks. */
+static __device__ __forceinline__ void mark_classes(uint32_t classes, struct code_shared *shared) {
+  uint32_t typical = 0, outer = 0;
+  for (uint32_t bit = 0x80u; bit != 0; bit /= 2u) {
+    uint32_t count = 0;
+    for (uint32_t i = threadIdx.x; i < classes; i += KVS_WARP) count += shared->most[i] >= (typical | bit);
+    if (__reduce_add_sync(KVS_ALL_LANES, count) > kvs_exact_above(classes)) typical |= bit;
+  }
+  for (uint32_t i = threadIdx.x; i < classes; i += KVS_WARP) {
+    const uint32_t most = shared->most[i];
+    if (most <= typical + KVS_EXACT_ABOVE) continue;
+    atomicOr(&shared->marks[i / 32u], 1u << (i % 32u));
+    outer = most > outer ? most : outer;
+  }
+  outer = __reduce_max_sync(KVS_ALL_LANES, outer);
+  if (threadIdx.x == 0) shared->outer = outer;
+}
+
+/* Mark the outliers among rows of `inner` values. False: there are none. All threads learn it. */
+static __device__ __forceinline__ bool mark_outliers(const struct kvs_unit &unit, const struct code_place &place,
+                                                     const struct kvs_exact_layout &layout, uint32_t inner,
+                                                     struct code_shared *shared) {
+  __syncthreads(); /* nobody reads what was shared before */
+  for (uint32_t i = threadIdx.x; i < layout.classes; i += blockDim.x) shared->most[i] = 0;
+  for (uint32_t i = threadIdx.x; i < CODE_CLASSES / 32u; i += blockDim.x) shared->marks[i] = 0;
+  __syncthreads();
+  for (uint32_t first = threadIdx.x * CODE_VALUES; first < layout.values; first += blockDim.x * CODE_VALUES) {
+    const uint4 words = load_group(unit, place, 2u * first);
+    const uint32_t at = kvs_exact_class(inner, first);
+    atomicMax(&shared->most[at], kvs_exact_base(kvs_exact_most(0, words.x)));
+    atomicMax(&shared->most[at + 1u], kvs_exact_base(kvs_exact_most(0, words.y)));
+    atomicMax(&shared->most[at + 2u], kvs_exact_base(kvs_exact_most(0, words.z)));
+    atomicMax(&shared->most[at + 3u], kvs_exact_base(kvs_exact_most(0, words.w)));
+  }
+  __syncthreads();
+  if (threadIdx.x < KVS_WARP) mark_classes(layout.classes, shared);
+  __syncthreads();
+  return shared->outer != 0;
+}
+
+/* Which of the 4 pairs from a value on, a multiple of 8, are marked. */
+static __device__ __forceinline__ uint32_t marked_pairs(const struct kvs_exact_layout &layout, uint32_t inner,
+                                                        uint32_t first, const struct code_shared *shared) {
+  if (first >= layout.values) return 0;
+  const uint32_t at = kvs_exact_class(inner, first);
+  return shared->marks[at / 32u] >> (at % 32u) & 15u;
+}
+
+/* `classing` 0: zeros. */
+static __device__ __forceinline__ void store_marks(uint64_t coded, const struct kvs_exact_layout &layout,
+                                                   uint32_t classing, const struct code_shared *shared) {
+  const uint64_t to = coded + layout.marks;
+  for (uint32_t i = threadIdx.x; i < layout.escapes - layout.marks; i += blockDim.x) {
+    const uint32_t bits = i < 2u ? 0u : shared->marks[(i - 2u) / 4u] >> (8u * ((i - 2u) % 4u));
+    store_byte(to + i, classing == 0 ? 0u : i == 0 ? classing : i == 1u ? shared->outer : bits);
+  }
+}
+
+#endif
