@@ -27,7 +27,7 @@ from kvswap.bench import beside, loads
 from kvswap.codecs import Coding
 
 SHAPES = {"64x32k": (64, 32 << 10), "80x8k": (80, 8 << 10)}
-SLOTS = [(2, 2 << 20), (2, 4 << 20), (3, 4 << 20), (2, 8 << 20)]
+SLOTS = [(2 << 20, 2), (4 << 20, 2), (4 << 20, 3), (8 << 20, 2)]
 CODECS = ("exact", "mxfp8")
 LIMIT = 120.0
 WINDOW = 0.2  # seconds
@@ -133,7 +133,7 @@ def measure(devices: list[kvswap.Device], name: str, options: argparse.Namespace
     bare, wrong = Bare(devices[0], options.nbytes), 0
     for codec in (None, *options.codec):
         cache = Cache(devices[0], SHAPES[name], options.nbytes, codec)
-        for count, slot_nbytes in options.slots if codec is None else options.slots[1:2]:
+        for slot_nbytes, count in options.slots if codec is None else options.slots[1:2]:
             lend(devices, count, slot_nbytes)
             wrong += cache.check(path="borrow")
             times: dict[tuple[str, str], list[float]] = {}
@@ -242,14 +242,18 @@ def beside_the_lender(devices: list[kvswap.Device], name: str, options: argparse
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="the borrower, then lenders")
-    parser.add_argument("--nbytes", type=int, default=1 << 30)
+    parser.add_argument(
+        "--devices", nargs="+", default=["cuda:0", "cuda:1"], help="the borrower, then lenders (default cuda:0 cuda:1)"
+    )
+    parser.add_argument("--nbytes", type=int, default=1 << 30, help="of a transfer (default 1 GiB)")
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
     parser.add_argument("--codec", action="append", choices=CODECS)
-    parser.add_argument("--slots", nargs=2, type=int, action="append", metavar=("COUNT", "NBYTES"))
+    parser.add_argument("--slots", nargs=2, type=int, action="append", metavar=("NBYTES", "COUNT"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--beside", action="store_true", help="beside a decode step of the lender, too")
     options = parser.parse_args()
+    if len(options.devices) < 2 or options.nbytes < 16 << 20:
+        parser.error("at least two devices and 16 MiB")
     options.codec, options.slots = options.codec or list(CODECS), options.slots or SLOTS
     devices = [kvswap.Device(name) for name in options.devices]
     print(", ".join(device.info["name"] for device in devices), kvswap.__version__)

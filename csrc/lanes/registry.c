@@ -93,10 +93,18 @@ int kvs_engine_look(struct kvs_engine *engine, struct kvs_error *err) {
 }
 
 int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
-  int status = KVS_OK;
-  for (unsigned i = 0; !status && i < KVS_MAX_ENGINES && transfer->dependencies >> i; i++)
-    if (transfer->dependencies >> i & 1) status = kvs_engine_look(kvs_engine_at(i), err);
-  return status;
+  struct kvs_error why;
+  for (unsigned i = 0; i < KVS_MAX_ENGINES && transfer->dependencies >> i; i++) {
+    struct kvs_engine *other = transfer->dependencies >> i & 1 ? kvs_engine_at(i) : NULL;
+    int status = other ? kvs_engine_look(other, &why) : KVS_OK;
+    if (!status) continue;
+    if (status == KVS_LOST)
+      return kvs_fail_driver(err, status, why.code, why.operation, "%s, on which this transfer of %s relied, is lost",
+                             other->name, transfer->engine->name);
+    *err = why;
+    return status;
+  }
+  return KVS_OK;
 }
 
 /* -- defaults ------------------------------------------------------------------------------------------------------ */

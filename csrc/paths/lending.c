@@ -96,8 +96,9 @@ static int check_reach(struct kvs_engine *device, uint64_t address, struct kvs_e
   int status = kvs_dev_pointer_query(device->device, address, &region, err);
   if (!status) status = kvs_dev_peer(other->device, &region, &direct, err);
   if (status || direct) return status;
-  return kvs_fail(err, KVS_UNSUPPORTED, "%s has no peer access to %s: what one lends would cross the host twice",
-                  other->name, device->name);
+  return kvs_fail(err, KVS_UNSUPPORTED,
+                  "%s has no peer access to %s: what one lends would go through the host's memory again", other->name,
+                  device->name);
 }
 
 static int lent_open(struct kvs_engine *lender, struct kvs_engine *borrower, const struct kvs_lending *lending,
@@ -183,8 +184,8 @@ static int take_back(struct kvs_engine *borrower, struct kvs_lent *lent, int64_t
   struct taking taking = {.borrower = borrower, .lent = lent};
   int status = kvs_wait_slices(take_within, &taking, timeout_ns, err);
   if (status == KVS_TIMEOUT)
-    return kvs_fail(err, status, "transfers of %s had not ended after %.1f s, and the link is still lent",
-                    borrower->name, (double)timeout_ns / 1e9);
+    return kvs_fail(err, status, "transfers of %s had not ended after %.1f s, and the link of %s is still lent: wait",
+                    borrower->name, (double)timeout_ns / 1e9, lent->lender->name);
   if (status) return status;
   note(borrower, lent, NULL, &(struct kvs_lending){0});
   lent_close(borrower, taking.ways);
@@ -208,7 +209,9 @@ static int change_locked(struct kvs_engine *lender, struct kvs_engine *borrower,
   int status = KVS_OK;
   if (lent && lent->lender) status = take_back(borrower, lent, timeout_ns, err);
   if (status || !lending->slot_nbytes) return status;
-  if (!lent) return kvs_fail(err, KVS_UNSUPPORTED, "%d devices lend to %s: no more can", KVS_LENDERS, borrower->name);
+  if (!lent)
+    return kvs_fail(err, KVS_UNSUPPORTED, "%d devices lend to %s: no more can, until one takes its link back",
+                    KVS_LENDERS, borrower->name);
   memset(made, 0, sizeof made);
   status = lent_open(lender, borrower, lending, made, err);
   for (int i = 0; !status && i < 2; i++) {
@@ -235,11 +238,19 @@ static int check(const struct kvs_engine *lender, const struct kvs_engine *borro
                     "slots of %" PRIu64 " bytes: lent slots have a multiple of 128 KiB, at most 64 MiB; 0: none",
                     nbytes);
   if (nbytes && (lending->count < LEAST_SLOTS || lending->count > KVS_LENT_SLOTS))
-    return kvs_fail(err, KVS_INVALID, "%u slots: a lent link has %d to %d", lending->count, LEAST_SLOTS,
+    return kvs_fail(err, KVS_INVALID, "count is %u; a lent link has %d to %d slots", lending->count, LEAST_SLOTS,
                     KVS_LENT_SLOTS);
   if (nbytes && !(lending->share >= LEAST_SHARE && lending->share <= MOST_SHARE))
     return kvs_fail(err, KVS_INVALID, "share is %g; it is 0.1 to 10", lending->share);
   return KVS_OK;
+}
+
+static int try_lock(void *mutex, struct kvs_error *err) {
+  return pthread_mutex_trylock(mutex) ? kvs_fail(err, KVS_NOT_READY, "transfers use the link") : KVS_OK;
+}
+
+static int lock_within(void *mutex, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_until(try_lock, mutex, false, timeout_ns, err);
 }
 
 /* A lost lender's link can be taken back. */
@@ -249,9 +260,12 @@ int kvs_engine_lend(struct kvs_engine *lender, struct kvs_engine *borrower, cons
   if (!status && lending->slot_nbytes) status = kvs_open_for_work(lender, err);
   if (!status) status = check(lender, borrower, lending, err);
   if (status) return status;
-  if (pthread_mutex_trylock(&borrower->lend_lock))
-    return kvs_fail(err, KVS_TIMEOUT, "another call lends a link to %s: wait for it and call again", borrower->name);
-  status = change_locked(lender, borrower, lending, timeout_ns, err);
+  uint64_t start = kvs_clock_ns();
+  status = kvs_wait_slices(lock_within, &borrower->lend_lock, timeout_ns, err);
+  if (status)
+    return kvs_fail(err, status, "another call lends a link to %s: wait for it and call again", borrower->name);
+  int64_t left = timeout_ns < 0 ? -1 : kvs_time_left(timeout_ns, start);
+  status = change_locked(lender, borrower, lending, left, err);
   pthread_mutex_unlock(&borrower->lend_lock);
   return status;
 }

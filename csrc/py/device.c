@@ -214,6 +214,8 @@ static PyObject *device_lend(PyObject *self, PyObject *const *args, Py_ssize_t n
   if (values[1] != NULL && kvs_py_uint64(values[1], "slot_nbytes", -1, &lending.slot_nbytes) < 0) return NULL;
   if (values[2] != NULL && kvs_py_uint64(values[2], "count", -1, &count) < 0) return NULL;
   if (values[3] != NULL) lending.share = PyFloat_AsDouble(values[3]);
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError))
+    return kvs_py_complain(PyExc_TypeError, "share", -1, "must be a number, not %s", Py_TYPE(values[3])->tp_name), NULL;
   if (PyErr_Occurred()) return NULL;
   if (values[4] != NULL && kvs_py_timeout(values[4], "timeout", &timeout_ns) < 0) return NULL;
   lending.count = count > UINT32_MAX ? UINT32_MAX : (unsigned)count; /* out of range, also when cut */
@@ -267,9 +269,14 @@ PyDoc_STRVAR(
     "multiple of 128 KiB, at most 64 MiB) stand on the link at a time: what this device copies meanwhile waits for no\n"
     "more than these. On both devices 2 * count * slot_nbytes bytes of memory are allocated.\n"
     "share: bytes that this link gets for each byte of the borrower's own, 0.1 to 10.\n\n"
-    "Lending again changes these; slot_nbytes=0 ends it. Both wait until the link carries nothing of the borrower's:\n"
-    "TimeoutError after `timeout` seconds (None: no limit), and nothing has changed. ValueError: values beyond these.\n"
-    "NotImplementedError: no peer access. MemoryError, DeviceError: there is not so much memory. Any thread may call.");
+    "What is lent is this device's work, too: synchronize() and free() of it wait for the borrower's transfers.\n"
+    "Lending again takes the link back and lends anew; slot_nbytes=0 ends it. Both wait until the link carries "
+    "nothing\n"
+    "of the borrower's: TimeoutError after `timeout` seconds (None: no limit), and nothing has changed. ValueError: "
+    "values\n"
+    "beyond these, nothing has changed. Error: no peer access. MemoryError, DeviceError: not so much memory, and "
+    "nothing\n"
+    "is lent any more. Any thread may call.");
 PyDoc_STRVAR(alloc_doc,
              "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
              "Allocate nbytes bytes of device memory, or with host=True of pinned host memory; not initialised.\n\n"

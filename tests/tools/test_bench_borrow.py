@@ -22,8 +22,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_it_measures_and_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--repeats", "1", "--shape", "64x32k", "--codec", "exact", "--slots", "2", str(256 << 10)]
-    assert run(monkeypatch, *few, "--slots", "2", str(512 << 10), "--beside") == 0
+    few = ["--repeats", "1", "--shape", "64x32k", "--codec", "exact", "--slots", str(256 << 10), "2"]
+    assert run(monkeypatch, *few, "--slots", str(512 << 10), "2", "--beside") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "0 wrong words"
     rows = [json.loads(line) for line in lines[1:-1]]
@@ -37,7 +37,7 @@ def test_it_measures_and_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import kvswap
 
-    few = ["--repeats", "1", "--shape", "64x32k", "--codec", "exact", "--slots", "2", str(256 << 10)]
+    few = ["--repeats", "1", "--shape", "64x32k", "--codec", "exact", "--slots", str(256 << 10), "2"]
     with testing.fault(kvswap.Device(DEVICES[0]), "code", "spoil", nth=1, every=100):
-        assert run(monkeypatch, *few, "--slots", "2", str(512 << 10)) == 1
+        assert run(monkeypatch, *few, "--slots", str(512 << 10), "2") == 1
     assert not capsys.readouterr().out.endswith("\n0 wrong words\n")
