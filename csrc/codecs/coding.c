@@ -3,7 +3,8 @@
  * A page is cut into ranges: the fields, and what lies between them, which is raw. A range that fills the pitch is one
  * run of bytes: each repetition is cut by itself, into equal parts of at most a unit. A shorter range is repeated in
  * rows, a pitch apart: a unit takes as many whole rows as it can hold. A row that is longer than a unit is cut as a run
- * is. Parts are multiples of CUT bytes, so that no segment or block of a codec is divided. */
+ * is. Parts are multiples of CUT bytes, so that no segment or block of a codec is divided; of rows
+ * as many as are a multiple of ROWS, where there are more, as `exact` looks for channels. */
 #include "codecs/coding.h"
 
 #include <stdio.h>
@@ -13,7 +14,7 @@
 #include "codecs/table.h"
 #include "status.h"
 
-enum { CUT = 1024 };
+enum { CUT = 1024, ROWS = 16 };
 
 #define MOST_NBYTES ((uint64_t)1 << 40)
 
@@ -175,7 +176,11 @@ static int cut_range(struct kvs_coding *coding, const struct range *range, uint6
       status = cut_run(coding, range, row * pitch + range->offset, err);
     return status;
   }
-  uint64_t each = ceiling(rows, ceiling(rows, most));
+  uint64_t each = ceiling(rows, ceiling(rows, most)), up = ceiling(each, ROWS) * ROWS;
+  if (up <= most)
+    each = up;
+  else if (each >= ROWS)
+    each = each / ROWS * ROWS;
   for (uint64_t row = 0; !status && row < rows; row += each)
     status = push(coding, range, row * pitch + range->offset, pitch, range->nbytes,
                   rows - row < each ? rows - row : each, err);

@@ -16,41 +16,69 @@ static uint32_t at_most(uint32_t left, uint32_t most) { return left < most ? lef
 /* Where the marks of a coded unit are. */
 struct marks {
   uint32_t inner; /* 0: nothing is marked */
-  uint32_t outer;
+  uint32_t outer, classes;
   const uint8_t *bits;
 };
 
 static struct marks marks_of(const struct kvs_exact_layout *layout, const uint8_t *coded) {
   const uint8_t *at = coded + layout->marks;
   if (!layout->classes || at[0] == 0) return (struct marks){0};
-  return (struct marks){kvs_exact_inner(layout, at[0]), at[1], at + 2};
+  return (struct marks){16u * at[0], at[1], layout->classes, at + 2};
 }
 
-static bool is_marked(const struct marks *marks, uint32_t value) {
-  uint32_t class = kvs_exact_class(marks->inner, value);
-  return marks->bits[class / 8] >> class % 8 & 1;
+/* Goes through the values, 8 at a time, without a division for each. */
+struct walk {
+  uint32_t inner, at, row, first; /* at: in the row; first: class of the row's first pair */
+};
+
+static struct walk walk_from(uint32_t inner, uint32_t value) {
+  return (struct walk){.inner = inner,
+                       .at = value % inner,
+                       .row = value / inner % KVS_EXACT_ROWS,
+                       .first = value / (KVS_EXACT_ROWS * inner) * (inner / 2)};
 }
 
-/* The largest exponent that more than kvs_exact_above() classes reach. */
+/* The class of the next pair; the three behind it follow. */
+static uint32_t walk_on(struct walk *walk) {
+  uint32_t class = walk->first + walk->at / 2;
+  walk->at += 8;
+  if (walk->at < walk->inner) return class;
+  walk->at = 0;
+  if (++walk->row < KVS_EXACT_ROWS) return class;
+  walk->row = 0;
+  walk->first += walk->inner / 2;
+  return class;
+}
+
+/* Which of the next 4 pairs are marked: bits 0 to 3. */
+static uint32_t marked_pairs(const struct marks *marks, struct walk *walk) {
+  uint32_t class = walk_on(walk);
+  return class < marks->classes ? marks->bits[class / 8] >> class % 8 & 15u : 0;
+}
+
 static uint32_t typical(const uint8_t *most, uint32_t classes) {
-  uint32_t found = 0;
+  uint32_t found = 0, some = 0;
+  for (uint32_t i = 0; i < classes; i++) some += most[i] > 0;
   for (uint32_t bit = 0x80; bit; bit /= 2) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < classes; i++) count += most[i] >= (found | bit);
-    if (count > kvs_exact_above(classes)) found |= bit;
+    if (count > kvs_exact_above(some)) found |= bit;
   }
   return found;
 }
 
-/* Mark the outliers of a classing. False: there are none, or no such classing. */
-static bool mark(const struct kvs_exact_layout *layout, const uint32_t *values, uint32_t classing, uint8_t *coded) {
-  const uint32_t inner = kvs_exact_inner(layout, classing);
+/* Mark the outliers of a guess. False: there are none, or no such guess. */
+static bool mark(const struct kvs_exact_layout *layout, const uint32_t *values, uint32_t inner, uint8_t *coded) {
   uint8_t most[MOST_CLASSES] = {0}, *at = coded + layout->marks;
   uint32_t outer = 0;
   if (!inner) return false;
-  for (uint32_t i = 0; i < layout->values / 2; i++) {
-    uint32_t class = kvs_exact_class(inner, 2 * i), exponent = kvs_exact_base(kvs_exact_most(0, values[i]));
-    if (exponent > most[class]) most[class] = (uint8_t)exponent;
+  struct walk walk = walk_from(inner, 0);
+  for (uint32_t i = 0; i < layout->values / 2; i += 4) {
+    uint32_t class = walk_on(&walk);
+    for (uint32_t j = 0; class < layout->classes && j < 4; j++) {
+      uint32_t exponent = kvs_exact_base(kvs_exact_most(0, values[i + j]));
+      if (exponent > most[class + j]) most[class + j] = (uint8_t)exponent;
+    }
   }
   uint32_t limit = typical(most, layout->classes) + KVS_EXACT_ABOVE;
   for (uint32_t i = 0; i < layout->classes; i++) {
@@ -58,7 +86,7 @@ static bool mark(const struct kvs_exact_layout *layout, const uint32_t *values, 
     at[2 + i / 8] |= (uint8_t)(1 << i % 8);
     if (most[i] > outer) outer = most[i];
   }
-  at[0] = (uint8_t)classing;
+  at[0] = (uint8_t)(inner / 16);
   at[1] = (uint8_t)outer;
   return outer != 0;
 }
@@ -75,17 +103,26 @@ static uint32_t base_of(const uint32_t pairs[PAIRS]) {
   return kvs_exact_base(most[0]);
 }
 
-/* The base of each pair of a segment, in both halves; returns the segment's own. */
-static uint32_t bases_of(const struct kvs_exact_layout *layout, const struct marks *marks, const uint32_t pairs[PAIRS],
-                         uint32_t first, uint32_t bases[PAIRS]) {
-  uint32_t most = 0, count = at_most(layout->values - first, KVS_EXACT_SEGMENT) / 2;
-  if (marks->inner)
-    for (uint32_t i = 0; i < count; i++)
-      if (!is_marked(marks, first + 2 * i)) most = kvs_exact_most(most, pairs[i]);
-  const uint32_t base = marks->inner ? kvs_exact_base(most) : base_of(pairs);
-  for (uint32_t i = 0; i < PAIRS; i++) bases[i] = base | base << 16;
-  for (uint32_t i = 0; marks->inner && i < count; i++)
-    if (is_marked(marks, first + 2 * i)) bases[i] = marks->outer | marks->outer << 16;
+/* The base of each pair of a segment, in both halves; returns the segment's own. `count`: pairs of the unit. */
+static uint32_t bases_of(const struct marks *marks, const uint32_t pairs[PAIRS], uint32_t first, uint32_t count,
+                         uint32_t bases[PAIRS]) {
+  uint32_t most = 0, base = 0;
+  uint8_t marked[PAIRS / 4] = {0};
+  if (!marks->inner) {
+    base = base_of(pairs);
+    for (uint32_t i = 0; i < PAIRS; i++) bases[i] = base | base << 16;
+    return base;
+  }
+  struct walk walk = walk_from(marks->inner, first);
+  for (uint32_t i = 0; i < count; i++) {
+    if (i % 4 == 0) marked[i / 4] = (uint8_t)marked_pairs(marks, &walk);
+    if (!(marked[i / 4] >> i % 4 & 1)) most = kvs_exact_most(most, pairs[i]);
+  }
+  base = kvs_exact_base(most);
+  for (uint32_t i = 0; i < PAIRS; i++) {
+    uint32_t own = marked[i / 4] >> i % 4 & 1 ? marks->outer : base;
+    bases[i] = own | own << 16;
+  }
   return base;
 }
 
@@ -111,7 +148,7 @@ static bool encode_segments(const struct kvs_exact_layout *layout, const uint32_
   for (uint32_t segment = 0; segment < layout->segments; segment++) {
     const uint32_t *pairs = values + (size_t)segment * PAIRS;
     uint32_t first = segment * KVS_EXACT_SEGMENT, count = at_most(layout->values - first, KVS_EXACT_SEGMENT);
-    uint32_t bases[PAIRS], base = bases_of(layout, &marks, pairs, first, bases), all = 0;
+    uint32_t bases[PAIRS], base = bases_of(&marks, pairs, first, count / 2, bases), all = 0;
     uint16_t rest[PAIRS];
     uint8_t joined[PAIRS];
     for (int i = 0; i < PAIRS; i++) {
@@ -131,10 +168,11 @@ static bool encode_segments(const struct kvs_exact_layout *layout, const uint32_
 static bool encode(const struct kvs_unit *unit, const void *values, uint8_t *coded, uint32_t *escapes) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(unit));
   bool fits = encode_segments(&layout, values, coded, escapes);
-  for (uint32_t classing = 1; !fits && layout.classes && classing <= KVS_EXACT_CLASSINGS; classing++) {
+  for (uint32_t guess = 0; !fits && layout.classes && guess < KVS_EXACT_GUESSES; guess++) {
     memset(coded + layout.marks, 0, layout.nbytes - layout.marks);
     *escapes = 0;
-    fits = mark(&layout, values, classing, coded) && encode_segments(&layout, values, coded, escapes);
+    fits = mark(&layout, values, kvs_exact_guess(&layout, guess), coded) &&
+           encode_segments(&layout, values, coded, escapes);
   }
   return fits;
 }
@@ -159,7 +197,6 @@ static bool decode(const struct kvs_unit *unit, const uint8_t *coded, uint32_t e
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(unit));
   const struct marks marks = marks_of(&layout, coded);
   if (!check_escapes(&layout, coded, escapes)) return false;
-  if (layout.classes && coded[layout.marks] && !marks.inner) return false; /* no such classing */
   for (uint32_t segment = 0; segment < layout.segments; segment++) {
     uint32_t *pairs = (uint32_t *)values + (size_t)segment * PAIRS;
     uint32_t first = segment * KVS_EXACT_SEGMENT, count = at_most(layout.values - first, KVS_EXACT_SEGMENT);
@@ -169,8 +206,10 @@ static bool decode(const struct kvs_unit *unit, const uint8_t *coded, uint32_t e
     memcpy(rest, coded + KVS_UNIT_HEAD + first, count);
     memcpy(joined, coded + layout.codes + first / 2, (count + 1) / 2);
     for (int i = 0; i < PAIRS; i++) pairs[i] = kvs_exact_pair(rest[i], joined[i], both);
-    for (uint32_t i = 0; marks.inner && i < count / 2; i++)
-      if (is_marked(&marks, first + 2 * i)) pairs[i] = kvs_exact_pair(rest[i], joined[i], outer);
+    struct walk walk = marks.inner ? walk_from(marks.inner, first) : (struct walk){0};
+    for (uint32_t i = 0; marks.inner && i < count / 2; i += 4)
+      for (uint32_t j = 0, marked = marked_pairs(&marks, &walk); j < 4; j++)
+        if (marked >> j & 1) pairs[i + j] = kvs_exact_pair(rest[i + j], joined[i + j], outer);
   }
   for (uint32_t i = 0; i < escapes; i++) {
     const uint8_t *place = coded + layout.escapes + 3 * i;

@@ -118,14 +118,14 @@ static __device__ __forceinline__ uint32_t encode_segments(const struct kvs_unit
   return shared->total;
 }
 
-/* With marks, as the escapes of the unit do not fit without. Returns the classing; 0: none helps. */
+/* With marks, as the escapes of the unit do not fit without. Returns the values of a row; 0: no guess helps. */
 static __device__ __noinline__ uint32_t encode_marked(const struct kvs_unit unit, const struct code_place place,
                                                       uint64_t coded, struct code_shared *shared) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
-  for (uint32_t classing = 1; classing <= KVS_EXACT_CLASSINGS; classing++) {
-    const uint32_t inner = kvs_exact_inner(&layout, classing);
+  for (uint32_t guess = 0; guess < KVS_EXACT_GUESSES; guess++) {
+    const uint32_t inner = kvs_exact_guess(&layout, guess);
     if (inner == 0 || !mark_outliers(unit, place, layout, inner, shared)) continue;
-    if (encode_segments<true>(unit, place, coded, layout, inner, shared) <= layout.places) return classing;
+    if (encode_segments<true>(unit, place, coded, layout, inner, shared) <= layout.places) return inner;
   }
   return 0;
 }
@@ -135,8 +135,8 @@ encode_exact(const struct kvs_unit &unit, const struct code_place &place, uint64
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
   const uint32_t warp = threadIdx.x / KVS_WARP, warps = blockDim.x / KVS_WARP;
   const bool fits = encode_segments<false>(unit, place, coded, layout, 0, shared) <= layout.places;
-  const uint32_t classing = fits ? 0u : encode_marked(unit, place, coded, shared), total = shared->total;
-  if (!fits && classing == 0) {
+  const uint32_t inner = fits ? 0u : encode_marked(unit, place, coded, shared), total = shared->total;
+  if (!fits && inner == 0) {
     zero_bytes(coded, KVS_UNIT_HEAD, layout.nbytes);
     store_head(unit, coded, KVS_EXACT_VERSION, KVS_HEAD_NOT_STORED, 0);
     return KVS_UNIT_NOT_STORED;
@@ -145,7 +145,7 @@ encode_exact(const struct kvs_unit &unit, const struct code_place &place, uint64
     store_escapes(unit, place, coded, layout, segment, shared);
   zero_bytes(coded, KVS_UNIT_HEAD + layout.values, layout.codes);
   zero_bytes(coded, layout.codes + (layout.values + 1u) / 2u, layout.bases);
-  store_marks(coded, layout, classing, shared);
+  store_marks(coded, layout, inner, shared);
   zero_bytes(coded, layout.escapes + 3u * total, layout.nbytes);
   store_head(unit, coded, KVS_EXACT_VERSION, KVS_HEAD_CODED, total);
   return KVS_UNIT_GOOD;

@@ -5,18 +5,19 @@
  *   0        exponent 0 (zero and subnormals)
  *   1 to 14  exponent base - 14 + code
  *   15       an escape: position and exponent are in a list. Infinity and NaN are escapes
- * The list is in order of position, so a unit has one coded form only. It has a fixed number of places.
+ * The list is in order of position, so the encoder gives one form only. It has a fixed number of places.
  *
  * Keys of models with biases have channels that are hundreds of times as large as the others: with their base, many
  * values of the others would be escapes. So where the escapes do not fit, pairs of adjacent channels are marked whose
  * largest exponent is far above the others'; marked values have a base of their own, `outer`, for the whole unit. What
- * a channel is follows from a guess, a classing: the values are `inner` channels, in rows one after the other, 16 rows
- * before the next head. The classings are tried in order: rows as long as a 16th of the unit (tokens with all heads),
- * rows of 128 and of 64 values (heads with all tokens). A unit that fits with none is not stored.
+ * a channel is follows from a guess: the values are rows of `inner` channels, one after the other, 16 rows before the
+ * next head. kvs_exact_guess() has the guesses, which are tried in order: rows as long as a 16th of the unit (tokens
+ * with all heads), then the usual sizes of heads (heads with all tokens). A unit that fits with none is not stored.
  *
  * Behind the head: n bytes of signs and mantissas, rounded up to 16; n / 2 bytes of codes, the even value in the low
- * half, rounded up to 16; a byte a segment, its base; if n is a multiple of 256, the number of the classing (0: nothing
- * is marked), `outer`, and a bit a pair of channels; 3 bytes an escape: position (16 bits) and exponent; zeros.
+ * half, rounded up to 16; a byte a segment, its base; if n is a multiple of 256, inner / 16 (0: nothing is marked),
+ * `outer`, and a bit a pair of channels, of the first n / 32 ones; 3 bytes an escape: position (16 bits) and exponent;
+ * zeros. A decoder takes any inner.
  *
  * Two values are handled together, in the halves of a 32-bit word. No half overflows into the other: exponents have 8
  * bits, and the sums below stay under 2^12. */
@@ -31,8 +32,8 @@ enum {
   KVS_EXACT_PER_ESCAPE = 180, /* a unit has places for at least one escape in so many values */
   KVS_EXACT_ESCAPE = 15,      /* code */
   KVS_EXACT_ROWS = 16,        /* values of a channel of one head */
-  KVS_EXACT_CLASSINGS = 3,
-  KVS_EXACT_ABOVE = 4, /* a pair of channels is marked whose largest exponent is more than this above a typical one */
+  KVS_EXACT_GUESSES = 6,
+  KVS_EXACT_ABOVE = 3, /* a pair of channels is marked whose largest exponent is more than this above a typical one */
 };
 
 /* Offsets from the head. */
@@ -58,22 +59,26 @@ KVS_BOTH struct kvs_exact_layout kvs_exact_layout_of(uint32_t nbytes) {
   return layout;
 }
 
-/* Values of a row; 0: the unit is not made of such rows. */
-KVS_BOTH uint32_t kvs_exact_inner(const struct kvs_exact_layout *layout, uint32_t classing) {
-  const uint32_t inner = classing == 1u   ? layout->values / KVS_EXACT_ROWS
-                         : classing == 2u ? 128u
-                         : classing == 3u ? 64u
-                                          : 0u;
-  return layout->classes && inner && layout->values % (KVS_EXACT_ROWS * inner) == 0 ? inner : 0u;
+/* The values of a row, in guess 0 and later ones: a multiple of 16. 0: that guess is none for this unit. */
+KVS_BOTH uint32_t kvs_exact_guess(const struct kvs_exact_layout *layout, uint32_t guess) {
+  const uint32_t whole = layout->values / KVS_EXACT_ROWS;
+  const uint32_t inner = guess == 0u   ? whole
+                         : guess == 1u ? 128u
+                         : guess == 2u ? 64u
+                         : guess == 3u ? 96u
+                         : guess == 4u ? 80u
+                                       : 256u;
+  return layout->classes == 0u || (guess && inner >= whole) ? 0u : inner;
 }
 
-/* The class of the pair that begins with this value. Those of 8 values from a multiple of 8 on follow each other. */
+/* The class of the pair that begins with this value. Those of 8 values from a multiple of 8 on follow each other. From
+ * layout.classes on there are no marks. */
 KVS_BOTH uint32_t kvs_exact_class(uint32_t inner, uint32_t value) {
   return value / (KVS_EXACT_ROWS * inner) * (inner / 2u) + value % inner / 2u;
 }
 
-/* The typical largest exponent: so many classes at most have a larger one. */
-KVS_BOTH uint32_t kvs_exact_above(uint32_t classes) { return classes * 3u / 8u; }
+/* A typical largest exponent is the largest one that more than so many of the classes reach that are not all zeros. */
+KVS_BOTH uint32_t kvs_exact_above(uint32_t classes) { return classes * 5u / 8u; }
 
 /* The exponents of a pair of values. */
 KVS_BOTH uint32_t kvs_exact_exponents(uint32_t pair) { return pair >> 7 & 0x00ff00ffu; }

@@ -38,7 +38,7 @@ static __device__ __forceinline__ void load_groups(uint64_t coded, const struct 
     groups->base[i] = load_byte(coded + layout.bases + first / KVS_EXACT_SEGMENT);
     if (!Marked) continue;
     const uint32_t at = kvs_exact_class(inner, first);
-    groups->marked[i] = load_byte(coded + layout.marks + 2u + at / 8u) >> (at % 8u);
+    groups->marked[i] = at < layout.classes ? load_byte(coded + layout.marks + 2u + at / 8u) >> (at % 8u) : 0u;
   }
 }
 
@@ -79,18 +79,17 @@ static __device__ __forceinline__ bool decode_values_of(const struct kvs_unit &u
 }
 
 static __device__ __noinline__ bool decode_marked(const struct kvs_unit unit, const struct code_place place,
-                                                  uint64_t coded, uint32_t escapes, uint32_t classing) {
+                                                  uint64_t coded, uint32_t escapes, uint32_t inner) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
-  const uint32_t inner = kvs_exact_inner(&layout, classing);
-  return inner != 0 && decode_values_of<true>(unit, place, coded, layout, escapes, inner);
+  return decode_values_of<true>(unit, place, coded, layout, escapes, inner);
 }
 
 static __device__ __forceinline__ bool decode_exact(const struct kvs_unit &unit, const struct code_place &place,
                                                     uint64_t coded, uint32_t escapes) {
   const struct kvs_exact_layout layout = kvs_exact_layout_of(kvs_unit_nbytes(&unit));
-  const uint32_t classing = layout.classes ? load_byte(coded + layout.marks) : 0u;
-  const bool right = classing == 0 ? decode_values_of<false>(unit, place, coded, layout, escapes, 0)
-                                   : decode_marked(unit, place, coded, escapes, classing);
+  const uint32_t inner = layout.classes ? 16u * load_byte(coded + layout.marks) : 0u;
+  const bool right = inner == 0 ? decode_values_of<false>(unit, place, coded, layout, escapes, 0)
+                                : decode_marked(unit, place, coded, escapes, inner);
   if (!right) return false;
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < escapes; i += blockDim.x) {

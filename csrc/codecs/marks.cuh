@@ -17,13 +17,15 @@ struct code_shared {
   uint32_t outer;                          /* the largest exponent of marked classes; 0: none is marked */
 };
 
-/* By the first warp: the largest exponent that more than kvs_exact_above() classes reach; then the marks. */
+/* By the first warp: a typical largest exponent, and the marks. */
 static __device__ __forceinline__ void mark_classes(uint32_t classes, struct code_shared *shared) {
-  uint32_t typical = 0, outer = 0;
+  uint32_t typical = 0, outer = 0, some = 0;
+  for (uint32_t i = threadIdx.x; i < classes; i += KVS_WARP) some += shared->most[i] > 0;
+  some = __reduce_add_sync(KVS_ALL_LANES, some);
   for (uint32_t bit = 0x80u; bit != 0; bit /= 2u) {
     uint32_t count = 0;
     for (uint32_t i = threadIdx.x; i < classes; i += KVS_WARP) count += shared->most[i] >= (typical | bit);
-    if (__reduce_add_sync(KVS_ALL_LANES, count) > kvs_exact_above(classes)) typical |= bit;
+    if (__reduce_add_sync(KVS_ALL_LANES, count) > kvs_exact_above(some)) typical |= bit;
   }
   for (uint32_t i = threadIdx.x; i < classes; i += KVS_WARP) {
     const uint32_t most = shared->most[i];
@@ -44,8 +46,9 @@ static __device__ __forceinline__ bool mark_outliers(const struct kvs_unit &unit
   for (uint32_t i = threadIdx.x; i < CODE_CLASSES / 32u; i += blockDim.x) shared->marks[i] = 0;
   __syncthreads();
   for (uint32_t first = threadIdx.x * CODE_VALUES; first < layout.values; first += blockDim.x * CODE_VALUES) {
-    const uint4 words = load_group(unit, place, 2u * first);
     const uint32_t at = kvs_exact_class(inner, first);
+    if (at >= layout.classes) continue;
+    const uint4 words = load_group(unit, place, 2u * first);
     atomicMax(&shared->most[at], kvs_exact_base(kvs_exact_most(0, words.x)));
     atomicMax(&shared->most[at + 1u], kvs_exact_base(kvs_exact_most(0, words.y)));
     atomicMax(&shared->most[at + 2u], kvs_exact_base(kvs_exact_most(0, words.z)));
@@ -62,16 +65,17 @@ static __device__ __forceinline__ uint32_t marked_pairs(const struct kvs_exact_l
                                                         uint32_t first, const struct code_shared *shared) {
   if (first >= layout.values) return 0;
   const uint32_t at = kvs_exact_class(inner, first);
+  if (at >= layout.classes) return 0;
   return shared->marks[at / 32u] >> (at % 32u) & 15u;
 }
 
-/* `classing` 0: zeros. */
+/* `inner` 0: zeros. */
 static __device__ __forceinline__ void store_marks(uint64_t coded, const struct kvs_exact_layout &layout,
-                                                   uint32_t classing, const struct code_shared *shared) {
+                                                   uint32_t inner, const struct code_shared *shared) {
   const uint64_t to = coded + layout.marks;
   for (uint32_t i = threadIdx.x; i < layout.escapes - layout.marks; i += blockDim.x) {
     const uint32_t bits = i < 2u ? 0u : shared->marks[(i - 2u) / 4u] >> (8u * ((i - 2u) % 4u));
-    store_byte(to + i, classing == 0 ? 0u : i == 0 ? classing : i == 1u ? shared->outer : bits);
+    store_byte(to + i, inner == 0 ? 0u : i == 0 ? inner / 16u : i == 1u ? shared->outer : bits);
   }
 }
 

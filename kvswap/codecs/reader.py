@@ -90,7 +90,8 @@ def units_of(coding: Coding) -> list[Unit]:
             for row in range(repeated):
                 units += _runs(row * coding.pitch + offset, nbytes, kind, codec)
         else:
-            each = -(-repeated // -(-repeated // (_UNIT // nbytes)))
+            each, most = -(-repeated // -(-repeated // (_UNIT // nbytes))), _UNIT // nbytes
+            each = _up(each) if _up(each) <= most else each // 16 * 16 or each
             for row in range(0, repeated, each):
                 rows = min(each, repeated - row)
                 units.append(Unit(row * coding.pitch + offset, nbytes, rows, coding.pitch, kind, codec))
@@ -105,42 +106,50 @@ def _runs(offset: int, nbytes: int, kind: str, codec: str) -> list[Unit]:
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
-def _classes(n: int, classing: int) -> NDArray[np.int64] | None:
-    """Of each pair of values, the pair of channels to which it belongs: those of rows of `inner` values."""
-    inner = (n // 16, 128, 64)[classing - 1]
-    if n % 256 or n % (16 * inner):
-        return None
+_HEADS = (128, 64, 96, 80, 256)  # values of a head
+
+
+def _classes(n: int, inner: int) -> NDArray[np.int64]:
+    """Of each pair of values, the pair of channels to which it belongs, in rows of `inner` values."""
     value = np.arange(0, n, 2)
     return value // (16 * inner) * (inner // 2) + value % inner // 2
 
 
 def _marked(finite: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether a pair of channels has exponents far above a typical one's."""
-    most = np.zeros(classes.max() + 1, np.int64)
-    np.maximum.at(most, classes, finite.reshape(-1, 2).max(axis=1))
-    typical = np.sort(most)[::-1][len(most) * 3 // 8]
-    marked: NDArray[np.bool_] = most > typical + 4
+    """Of the first n / 32 pairs of channels, those that have exponents far above a typical one's."""
+    count = len(finite) // 32
+    most, known = np.zeros(count, np.int64), classes < count
+    np.maximum.at(most, classes[known], finite.reshape(-1, 2).max(axis=1)[known])
+    typical = np.append(np.sort(most[most > 0])[::-1], 0)[np.count_nonzero(most) * 5 // 8]
+    marked: NDArray[np.bool_] = most > typical + 3
     return marked
+
+
+def _of_pairs(marked: NDArray[np.bool_], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each value, whether its pair of channels is marked."""
+    known = classes < len(marked)
+    return np.repeat(marked[np.where(known, classes, 0)] & known, 2)
 
 
 def _encode_exact(values: _Words, kind: str, room: int) -> tuple[_Bytes, int] | None:
     n = len(values)
     exponent = (values >> 7 & 0xFF).astype(np.int64)
     finite = np.where(exponent == 255, 0, exponent)
-    for classing in range(1 if n % 256 else 4):
-        classes = _classes(n, classing) if classing else None
-        marked = np.zeros(0, np.bool_) if classes is None else _marked(finite, classes)
-        if classing and not marked.any():
+    guesses = [0] if n % 256 else [0, n // 16, *(inner for inner in _HEADS if inner < n // 16)]
+    for inner in guesses:
+        classes = _classes(n, inner) if inner else None
+        marked = np.zeros(1, np.bool_) if classes is None else _marked(finite, classes)
+        if inner and not marked.any():
             continue
-        outliers = np.zeros(n, np.bool_) if classes is None else np.repeat(marked[classes], 2)
+        outliers = np.zeros(n, np.bool_) if classes is None else _of_pairs(marked, classes)
         coded = _with_marks(exponent, finite, outliers, room)
         if coded is None:
             continue
         body, escapes = coded
         body[:n] = values >> 8 & 0x80 | values & 0x7F
         at = _marks_at(n) - _HEAD
-        if classing:
-            body[at : at + 2] = classing, finite[outliers].max()
+        if inner:
+            body[at : at + 2] = inner // 16, finite[outliers].max()
             body[at + 2 :][: n // 256] = np.packbits(marked, bitorder="little")
         return body, escapes
     return None
@@ -182,11 +191,8 @@ def _decode_exact(body: _Bytes, n: int, kind: str, escapes: int) -> _Words | Non
     marks = _marks_at(n) - _HEAD
     bases = np.repeat(body[marks - -(-n // 512) : marks].astype(np.int64), 512)[:n]
     if n % 256 == 0 and body[marks]:
-        classes = _classes(n, int(body[marks])) if body[marks] < 4 else None
-        if classes is None:
-            return None
-        marked = np.unpackbits(body[marks + 2 :][: n // 256], bitorder="little")
-        bases = np.where(np.repeat(marked[classes], 2), body[marks + 1], bases)
+        marked = np.unpackbits(body[marks + 2 :][: n // 256], bitorder="little").astype(np.bool_)
+        bases = np.where(_of_pairs(marked, _classes(n, 16 * int(body[marks]))), body[marks + 1], bases)
     exponent = np.where(code == 0, 0, code - 14 + bases & 0xFF)
     exponent[position] = special
     rest = body[:n].astype(np.int64)
