@@ -34,7 +34,7 @@ timed "build after a change of a C file" .venv/bin/python setup.py -q build_ext 
 timed ".ci/quick" .ci/quick
 timed "the site of the docs" .venv/bin/sphinx-build -q -W -c docs . "$work/site"
 if [ -n "$log" ]; then # its steps say after how many seconds they begin
-  awk '/^== / { s = $(NF - 1); sub(/^\(after /, "", s); if (tests) { printf "%-36s %7.1f s\n", "all tests", s - tests; tests = 0 }
+  awk '/^== / { s = $(NF - 1); sub(/^\(after /, "", s); if (tests != "") { printf "%-36s %7.1f s\n", "all tests", s - tests; tests = "" }
                 if (/README.s own command/) tests = s; last = s }
        END { printf "%-36s %7.1f s\n", ".ci/run", last }' "$log" | tee -a "$out"
 fi
