@@ -372,6 +372,16 @@ def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
     return usable(session_device, str(request.param))
 
 
+def second_device(device: kvswap.Device, host: str) -> kvswap.Device:
+    """Another GPU beside a GPU, or else the host device of that name."""
+    if device.kind != "cuda":
+        return kvswap.Device(host)
+    count = sum(1 for other in kvswap.devices() if other.kind == "cuda")
+    if count < 2:
+        pytest.skip(f"needs two GPUs, and there {'is one' if count else 'are none'}")
+    return kvswap.Device("cuda:1")
+
+
 def usable(device: kvswap.Device, path: str) -> str:
     """The path, or a visible skip where the device does not have it."""
     if path == "direct" and device.kind != "host":

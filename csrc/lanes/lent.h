@@ -32,7 +32,8 @@ struct kvs_lent_way {
   kvs_event begun[2]; /* of the borrower: where its first stream was when a view began, its lane stream a transfer */
   unsigned next, last;
   unsigned queued; /* pieces since nothing was queued */
-  uint64_t given;  /* bytes of the transfer that holds it */
+  uint64_t room;   /* bytes that a slot takes of the transfer that holds it */
+  uint64_t given;  /* bytes of that transfer */
   bool used;       /* by the view that is being queued */
   /* The transfer that used it last. */
   struct kvs_lane *lane; /* NULL: none did */

@@ -39,8 +39,7 @@ static void explain(const struct kvs_verdicts *verdicts, const struct kvs_named_
   if (verdict == KVS_UNIT_MISCODED)
     kvs_fail(why, KVS_MISCODED,
              "the block at position %" PRIu32 " is coded wrong, and is not stored in slot %" PRIu32
-             " of pool '%s': its "
-             "coded bytes do not decode to it (KVSWAP_VERIFY_CODEC)",
+             " of pool '%s': its coded bytes do not decode to it (KVSWAP_VERIFY_CODEC)",
              block->position, slot, verdicts->pool);
   else if (!verdicts->decode)
     kvs_fail(why, KVS_NOT_STORED,

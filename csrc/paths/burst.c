@@ -400,11 +400,9 @@ static int issue_lent(struct kvs_submission *s, struct kvs_lent_way *way, struct
 static uint64_t most_of(const struct kvs_submission *s, const struct kvs_lent_way *way, uint64_t view_nbytes) {
   uint64_t most = s->burst_nbytes, piece = 0;
   double shares = kvs_lent_shares(s);
-  if (way) return kvs_slot_room(s, way->lending.slot_nbytes);
-  for (unsigned i = 0; i < s->nlent; i++) {
-    uint64_t nbytes = kvs_slot_room(s, s->lent[i]->lending.slot_nbytes);
-    if (nbytes > piece) piece = nbytes;
-  }
+  if (way) return way->room;
+  for (unsigned i = 0; i < s->nlent; i++)
+    if (s->lent[i]->room > piece) piece = s->lent[i]->room;
   if (shares <= 0 || piece >= most) return most;
   uint64_t share = (uint64_t)((double)view_nbytes / (1 + shares));
   if (share > OWN_PIECES * piece) share = OWN_PIECES * piece;

@@ -36,8 +36,8 @@ static bool is_busy(struct kvs_engine *lender, enum kvs_direction direction) {
 static bool serves(struct kvs_submission *s, struct kvs_lent_way *way) {
   if (!way->lending.slot_nbytes || atomic_load(&way->lender->device->lost)) return false;
   bool whole = s->work->layered || s->work->codings || s->work->packed;
-  uint64_t room = kvs_slot_room(s, way->lending.slot_nbytes);
-  if (whole && kvs_longest_packed(&s->work->scratch->rows) > room) return false;
+  way->room = kvs_slot_room(s, way->lending.slot_nbytes);
+  if (whole && kvs_longest_packed(&s->work->scratch->rows) > way->room) return false;
   if (is_busy(way->lender, s->work->direction)) return false;
   return kvs_lent_is_over(way) || (way->lane == s->lane && !atomic_load(&way->unsettled));
 }
@@ -71,7 +71,7 @@ void kvs_lent_fit(struct kvs_submission *s) {
     if (packing->groups[i].nbytes > largest) largest = packing->groups[i].nbytes;
   for (unsigned i = 0; i < s->nlent; i++) {
     struct kvs_lent_way *way = s->lent[i];
-    if (largest <= kvs_slot_room(s, way->lending.slot_nbytes))
+    if (largest <= way->room)
       s->lent[kept++] = way;
     else
       pthread_mutex_unlock(&way->lock);

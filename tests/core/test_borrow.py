@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, run_python, until, usable
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, run_python, second_device, until, usable
 from transfers import (
     CALLS,
     D2H,
@@ -49,12 +49,7 @@ def moved_by(device: kvswap.Device, before: tuple[int, int], direction: int) -> 
 @pytest.fixture(scope="module")
 def lender(session_device: kvswap.Device) -> kvswap.Device:
     usable(session_device, "kernel")
-    if session_device.kind == "cuda":
-        count = sum(1 for device in kvswap.devices() if device.kind == "cuda")
-        if count < 2:
-            pytest.skip(f"needs two GPUs, and there {'is one' if count else 'are none'}")
-        return kvswap.Device("cuda:1")
-    return kvswap.Device("host:210")
+    return second_device(session_device, "host:210")
 
 
 @pytest.fixture

@@ -12,7 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATHS, PATIENCE, Buffer, Gate, check_pattern, random_bytes, until, usable, write_pattern
+from conftest import (
+    AT_ONCE,
+    PATHS,
+    PATIENCE,
+    Buffer,
+    Gate,
+    check_pattern,
+    random_bytes,
+    second_device,
+    until,
+    usable,
+    write_pattern,
+)
 from processes import Process
 
 import kvswap
@@ -24,12 +36,7 @@ BLOCKS, NBYTES = 64, 4096
 
 @pytest.fixture(scope="module")
 def other(session_device: kvswap.Device) -> kvswap.Device:
-    if session_device.kind == "cuda":
-        count = sum(1 for device in kvswap.devices() if device.kind == "cuda")
-        if count < 2:
-            pytest.skip(f"needs two GPUs, and there {'is one' if count else 'are none'}")
-        return kvswap.Device("cuda:1")
-    return kvswap.Device("host:1")
+    return second_device(session_device, "host:1")
 
 
 @pytest.fixture

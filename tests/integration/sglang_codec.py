@@ -259,18 +259,7 @@ def rank_of(options: argparse.Namespace, rank: int, port: int) -> None:
 
 
 def main() -> int:
-    options = parse()
-    port = sglang_package.free_port()
-    if options.ranks == 1:
-        rank_of(options, 0, port)
-        return 0
-    own = sglang_package.multiprocessing.get_context("spawn")
-    ranks = [own.Process(target=rank_of, args=(options, i, port)) for i in range(options.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
+    return sglang_package.run_ranks(rank_of, parse())
 
 
 if __name__ == "__main__":

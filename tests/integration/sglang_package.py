@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -359,20 +360,26 @@ def rank_of(options: argparse.Namespace, rank: int, port: int, folder: Path) -> 
     scenario.say(f"{scenario.checked} tokens of layers checked on rank 0: all right")
 
 
+def run_ranks(rank_of: Callable[..., None], options: argparse.Namespace, *more: object) -> int:
+    """Run `rank_of(options, rank, port, *more)` for each rank, in a process of its own if there are several. Returns
+    the exit status."""
+    port = free_port()
+    if options.ranks == 1:
+        rank_of(options, 0, port, *more)
+        return 0
+    own = multiprocessing.get_context("spawn")
+    ranks = [own.Process(target=rank_of, args=(options, i, port, *more)) for i in range(options.ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
 def main() -> int:
     options = parse()
     with tempfile.TemporaryDirectory() as name:
-        port = free_port()
-        if options.ranks == 1:
-            rank_of(options, 0, port, Path(name))
-            return 0
-        own = multiprocessing.get_context("spawn")
-        ranks = [own.Process(target=rank_of, args=(options, i, port, Path(name))) for i in range(options.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        return max(abs(process.exitcode or 0) for process in ranks)
+        return run_ranks(rank_of, options, Path(name))
 
 
 if __name__ == "__main__":
