@@ -1,5 +1,5 @@
-/* Pool blocks through libcufile, between files and staging in device memory. Header and checksum are verified before a
- * block is copied from staging to its pool. For the file tier's own sources.
+/* GPUDirect Storage: pool blocks through libcufile, between files and staging in device memory. Header and checksum are
+ * verified before a block is copied from staging to its pool. For the file tier's own sources.
  *
  * A block takes the steps of files/mover.c and files/item.c, with these differences: staging is device memory; requests
  * of staged blocks go to a separate queue and its threads; the header is in the thread's scratch; a kernel computes the
@@ -16,5 +16,7 @@ void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's reque
 /* Checksum of the block in the item's staging; called by the thread that serves the request. On failure *code is the
  * driver's code. */
 int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);
+/* Close libcufile's driver unless a store uses it; true: it is closed. For exit and for tests. */
+bool kvs_file_gds_shutdown(void);
 
 #endif

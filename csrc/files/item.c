@@ -23,7 +23,6 @@
 
 #include "base/crc32c.h"
 #include "codecs/coding.h"
-#include "files/cufile.h"
 #include "files/current.h"
 #include "files/descriptors.h"
 #include "files/directory.h"
@@ -487,7 +486,7 @@ static bool is_unreadable(int code) {
   static const int of_others[] = {ENOMEM, EAGAIN, EFAULT, EMFILE, ENFILE, KVS_FILE_DEVICE};
   for (size_t i = 0; i < sizeof of_others / sizeof *of_others; i++)
     if (code == of_others[i]) return false;
-  return code < KVS_CUFILE_CODES || code >= KVS_FILE_ENDED;
+  return code < KVS_FILE_CUFILE || code >= KVS_FILE_ENDED;
 }
 
 /* Remove a block that cannot be loaded from the index, so that it can be stored again. If the disk cannot read it, its

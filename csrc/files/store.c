@@ -13,11 +13,11 @@
 #include "codecs/coding.h"
 #include "files/bound.h"
 #include "files/checks.h"
-#include "files/cufile.h"
 #include "files/current.h"
 #include "files/directory.h"
 #include "files/ended.h"
 #include "files/engine.h"
+#include "files/gds.h"
 #include "files/guard.h"
 #include "files/mover.h"
 #include "files/peers.h"
@@ -437,7 +437,7 @@ void kvs_file_shutdown(int64_t timeout_ns) {
     if (close_within(store, left, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK) kvs_file_unref(store);
   }
   while (await_closer(count_closed(), kvs_deadline(EXIT_NS))) continue;
-  (void)kvs_cufile_close();
+  (void)kvs_file_gds_shutdown();
 }
 
 void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs, 1); }

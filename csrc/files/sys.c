@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include "base/wait.h"
-#include "files/cufile.h"
 #include "files/format.h"
 
 /* -- faults -------------------------------------------------------------------------------------------------------- */
@@ -192,8 +191,10 @@ const char *kvs_file_error_text(int code, char text[96]) {
   if (code == KVS_FILE_NUMBERS_END) return "no sequence number is left, so a page is forged: use another directory";
   if (code == KVS_FILE_CLEARED) return "the store was cleared after the block was submitted: it is not stored";
   if (code == KVS_FILE_NO_EPOCH) return "epoch.kvs in the store's directory cannot be read: clear the store";
-  if (code > KVS_CUFILE_CODES && code < KVS_CUFILE_CODES_END) return kvs_cufile_text(code, text);
-  snprintf(text, 96, "%s (errno %d)", strerror_r(code, words, sizeof words), code);
+  if (code > KVS_FILE_CUFILE && code < KVS_FILE_CUFILE_END)
+    snprintf(text, 96, "libcufile's error %d", code);
+  else
+    snprintf(text, 96, "%s (errno %d)", strerror_r(code, words, sizeof words), code);
   return text;
 }
 

@@ -11,7 +11,9 @@
 
 #include "kvswap_file.h"
 
-enum {                         /* above all errno values and libcufile codes, which share this number space */
+enum {                         /* errno values and these, which share a number space */
+       KVS_FILE_CUFILE = 5000, /* codes of libcufile (files/gds.c) are between this and the next */
+       KVS_FILE_CUFILE_END = 6000,
        KVS_FILE_ENDED = 10000, /* the file is shorter than it should be */
        KVS_FILE_DEVICE,        /* a copy between host and device failed */
        KVS_FILE_NOT_REGULAR,   /* the name belongs to a link, directory, pipe, socket or device */

@@ -1,8 +1,8 @@
 /* kvswap.files.FileStore: an open directory of blocks. What reads or writes the disk runs on a thread of its own, so
  * that Ctrl-C ends the wait. file_calls.c has store(), load() and delete(). */
 #include "../base/crc32c.h"
-#include "../files/cufile.h"
 #include "../files/engine_uring.h"
+#include "../files/gds.h"
 #include "../files/store.h"
 #include "args.h"
 #include "codec.h"
@@ -665,7 +665,7 @@ static PyObject *facts(PyObject *module, PyObject *unused) {
 static PyObject *gds_close(PyObject *module, PyObject *unused) {
   bool closed;
   (void)module, (void)unused;
-  KVS_PY_NO_GIL(closed = kvs_cufile_close());
+  KVS_PY_NO_GIL(closed = kvs_file_gds_shutdown());
   return PyBool_FromLong(closed);
 }
 

@@ -7,7 +7,7 @@
 
 #include "base/crc32c.h"
 #include "check.h"
-#include "files/cufile.h"
+#include "files/gds.h"
 #include "files/state.h"
 #include "files/store.h"
 
@@ -445,7 +445,7 @@ static void test_staging(enum kvs_file_gds_mode gds) {
   CHECK((stats.gds_read_nbytes > 0) == (gds == KVS_FILE_GDS_COMPAT));
   CHECK(!kvs_file_close(rig.store, PATIENCE, &err), "%s", err.message);
   kvs_file_unref(rig.store);
-  CHECK(kvs_cufile_close());
+  CHECK(kvs_file_gds_shutdown());
   unsetenv("KVSWAP_CUFILE");
   unlink(fake);
   for (int part = 1; part >= 0; part--) {

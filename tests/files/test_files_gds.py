@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,16 @@ def test_the_checksum_of_a_kernel(device: kvswap.Device, nbytes: int) -> None:
         seam(device, "launch_crc", data.ptr, nbytes, word.ptr, stream.handle)
         stream.synchronize(PATIENCE)
         assert word.get().view("<u4")[0] == file_reader.crc32c(random_bytes(seed, nbytes).tobytes())
+
+
+def test_the_structs_are_those_of_its_header() -> None:
+    """Where the toolkit or NVIDIA's packages have it: CPATH, or beside the packages of this Python."""
+    folders = [f"-I{path}" for site in sys.path for path in Path(site).glob("nvidia/*/include")]
+    check = [*shlex.split(CC), "-std=c11", "-D_GNU_SOURCE", "-fsyntax-only", "-I", "csrc", *folders]
+    there = subprocess.run([*check, "-include", "cufile.h", "-xc", "/dev/null"], capture_output=True, check=False)
+    if there.returncode:
+        pytest.skip("no cufile.h here")
+    subprocess.run([*check, "tests/c/cufile_check.c"], cwd=ROOT, check=True)
 
 
 # -- what libcufile says and does -------------------------------------------------------------------------------------
