@@ -18,8 +18,8 @@ struct kvs_codec_ops {
   bool lossless;
   uint32_t kinds; /* what it codes: bits 1 << enum kvs_kind */
 
-  /* Size of a coded unit of `nbytes` bytes, with its head: a multiple of 16. */
-  uint32_t (*coded_nbytes)(uint32_t nbytes);
+  /* Size of a coded unit of `nbytes` bytes of that kind, with its head: a multiple of 16. */
+  uint32_t (*coded_nbytes)(uint32_t nbytes, enum kvs_kind);
   /* `coded` begins with the head, which the caller writes; the rest is zeros before. Values are 4-byte aligned, and
    * zeros follow them up to a multiple of KVS_UNIT_ROUND bytes. False: they do not fit. *escapes is 0 before. */
   bool (*encode)(const struct kvs_unit *, const void *values, uint8_t *coded, uint32_t *escapes);

@@ -146,7 +146,7 @@ static int push(struct kvs_coding *coding, const struct range *range, uint64_t o
                           .pitch = pitch,
                           .row_nbytes = (uint32_t)row_nbytes,
                           .rows = (uint32_t)rows,
-                          .coded_nbytes = codec->coded_nbytes((uint32_t)(row_nbytes * rows)),
+                          .coded_nbytes = codec->coded_nbytes((uint32_t)(row_nbytes * rows), range->kind),
                           .codec = (uint16_t)range->codec,
                           .kind = (uint16_t)range->kind};
   coding->units[coding->nunits++] = unit;

@@ -7,7 +7,10 @@
 
 enum { PAIRS = KVS_EXACT_SEGMENT / 2, MOST_CLASSES = KVS_UNIT_NBYTES / 4 / KVS_EXACT_ROWS };
 
-static uint32_t coded_nbytes(uint32_t nbytes) { return kvs_exact_layout_of(nbytes).nbytes; }
+static uint32_t coded_nbytes(uint32_t nbytes, enum kvs_kind kind) {
+  (void)kind;
+  return kvs_exact_layout_of(nbytes).nbytes;
+}
 
 static uint32_t at_most(uint32_t left, uint32_t most) { return left < most ? left : most; }
 

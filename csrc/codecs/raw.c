@@ -2,7 +2,10 @@
 
 #include "codecs/codec.h"
 
-static uint32_t coded_nbytes(uint32_t nbytes) { return KVS_UNIT_HEAD + kvs_round16(nbytes); }
+static uint32_t coded_nbytes(uint32_t nbytes, enum kvs_kind kind) {
+  (void)kind;
+  return KVS_UNIT_HEAD + kvs_round16(nbytes);
+}
 
 static bool encode(const struct kvs_unit *unit, const void *values, uint8_t *coded, uint32_t *escapes) {
   (void)escapes;

@@ -3,7 +3,7 @@
 #include <string.h>
 
 /* Kernels cannot include kvswap_codec.h. */
-_Static_assert(KVS_UNIT_BF16 == (int)KVS_KIND_BF16, "kinds");
+_Static_assert(KVS_UNIT_BF16 == (int)KVS_KIND_BF16 && KVS_UNIT_E4M3 == (int)KVS_KIND_E4M3, "kinds");
 _Static_assert(KVS_UNIT_NOT_STORED == (int)KVS_CODED_NOT_STORED && KVS_UNIT_DAMAGED == (int)KVS_CODED_DAMAGED,
                "verdicts");
 

@@ -9,6 +9,7 @@
 #include "codecs/exact.cuh"
 #include "codecs/exact_decode.cuh"
 #include "codecs/fp4.cuh"
+#include "codecs/fp4_e4m3.cuh"
 #include "codecs/mxfp8.cuh"
 
 #define CODE_THREADS 512
@@ -63,7 +64,10 @@ static __device__ enum kvs_unit_verdict encode_unit(const struct kvs_unit &unit,
     store_head(unit, coded, KVS_MXFP8_VERSION, KVS_HEAD_CODED, 0);
     return KVS_UNIT_GOOD;
   case KVS_CODEC_FP4:
-    encode_fp4(unit, place, coded, type);
+    if (unit.kind == KVS_UNIT_E4M3)
+      encode_fp4_e4m3(unit, place, coded);
+    else
+      encode_fp4(unit, place, coded, type);
     store_head(unit, coded, KVS_FP4_VERSION, KVS_HEAD_CODED, 0);
     return KVS_UNIT_GOOD;
   default:
@@ -95,6 +99,8 @@ static __device__ __forceinline__ bool decode_values(const struct kvs_unit &unit
   if (escapes != 0) return false;
   if (unit.codec == KVS_CODEC_MXFP8)
     decode_mxfp8(unit, place, coded, type);
+  else if (unit.codec == KVS_CODEC_FP4 && unit.kind == KVS_UNIT_E4M3)
+    decode_fp4_e4m3(unit, place, coded);
   else if (unit.codec == KVS_CODEC_FP4)
     decode_fp4(unit, place, coded, type);
   else

@@ -21,6 +21,7 @@ enum kvs_codec { KVS_CODEC_RAW, KVS_CODEC_EXACT, KVS_CODEC_MXFP8, KVS_CODEC_FP4,
 enum {
   KVS_UNIT_RAW_VERSION = 1,
   KVS_UNIT_BF16 = 1, /* KVS_KIND_BF16, of kvswap_codec.h, which a kernel cannot include */
+  KVS_UNIT_E4M3 = 3, /* KVS_KIND_E4M3 */
 };
 
 /* What a unit's head says of it. */

@@ -20,9 +20,15 @@ class Page(NamedTuple):
 
     def coding(self, codec: str, pages: int = 1) -> Coding:
         """Of blocks of so many such pages. ValueError: the codec codes none of the fields."""
-        fields = self.fields or (Field(0, self.nbytes, "raw"),)
+        fields = self.fields_of(codec) or (Field(0, self.nbytes, "raw"),)
         nbytes, pitch = self.nbytes, self.pitch or self.nbytes
         return Coding(pages * nbytes, codec, page_nbytes=nbytes, fields=fields, pitch=pitch)
+
+    def fields_of(self, codec: str) -> tuple[Field, ...]:
+        """fp4 codes latents of e4m3. What an engine keeps in bf16 beside them, their RoPE parts, stays as it is."""
+        if codec != "fp4" or all(field.kind != "e4m3" for field in self.fields):
+            return self.fields
+        return tuple(field if field.kind == "e4m3" else field._replace(codec="raw") for field in self.fields)
 
     def kept(self) -> Page:
         """The same page, whose bytes stay as they are."""

@@ -19,9 +19,9 @@ __all__ = ["Unit", "decode_block", "encode_block", "units_of"]
 _MAGIC, _UNIT, _CUT, _HEAD = 0x764B, 32 << 10, 1024, 16
 _NUMBERS = {name: number for number, name in enumerate(("raw", *CODECS))}
 _VERSIONS = {"raw": 1, "exact": 2, "mxfp8": 1, "fp4": 1}
-_CODED = {"exact": ("bf16",), "mxfp8": ("bf16", "fp16"), "fp4": ("bf16", "fp16")}
+_CODED = {"exact": ("bf16",), "mxfp8": ("bf16", "fp16"), "fp4": ("bf16", "fp16", "e4m3")}
 _WIDTH = {"bf16": (7, 127), "fp16": (10, 15)}  # bits of the mantissa, bias
-_Words = NDArray[np.uint16]
+_Words = NDArray[Any]  # uint16; of e4m3 uint8
 _Bytes = NDArray[np.uint8]
 
 
@@ -49,6 +49,8 @@ class Unit(NamedTuple):
         n = self.nbytes // 2
         if self.codec == "raw":
             return _HEAD + _up(self.nbytes)
+        if self.kind == "e4m3":
+            return _up(_HEAD + _up(-(-self.nbytes // 2)) + -(-self.nbytes // 32))
         if self.codec == "exact":
             return _up(_escapes_at(n) + n // 180 * 3)
         if self.codec == "mxfp8":
@@ -285,6 +287,8 @@ def _e2m1(number: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np
 
 
 def _encode_fp4(values: _Words, kind: str, room: int) -> tuple[_Bytes, int]:
+    if kind == "e4m3":
+        return _encode_fp4_e4m3(values, room), 0
     number, nan = _numbers(_blocks(values, 16).reshape(-1), kind)
     number, bad = number.reshape(-1, 16), np.any(nan.reshape(-1, 16), axis=1)
     most = number.max(axis=1)
@@ -305,11 +309,43 @@ def _encode_fp4(values: _Words, kind: str, room: int) -> tuple[_Bytes, int]:
 def _decode_fp4(body: _Bytes, n: int, kind: str, escapes: int) -> _Words | None:
     if escapes:
         return None
+    if kind == "e4m3":
+        return _decode_fp4_e4m3(body, n)
     scale = np.repeat(body[_up(-(-n // 2)) :][: -(-n // 16)], 16)[:n]
     joined = body[: -(-n // 2)]
     code = np.stack([joined & 15, joined >> 4], axis=1).reshape(-1)[:n]
     number = _E2M1[code & 7] * np.where(scale == 255, 0, _E5M3[scale])
     return _words(number, code > 7, scale == 255, kind)
+
+
+def _encode_fp4_e4m3(values: _Bytes, room: int) -> _Bytes:
+    rows = _blocks(values, 32).astype(np.int64)
+    magnitude = rows & 127
+    most = magnitude.max(axis=1)
+    known = np.minimum(most, 126)  # 127 is NaN
+    twelfths = 2 * _E2M1[1:] - (0.5, 0.5, 0.5, 0.5, 1, 1, 2)  # the middles below each element
+    middles = twelfths * _E4M3[known][:, None]
+    number = 12 * _E4M3[np.minimum(magnitude, 126)][:, :, None]
+    even = np.arange(1, 8) % 2 == 0
+    above = np.where(even, number >= middles[:, None], number > middles[:, None]) & (known > 0)[:, None, None]
+    codes = above.sum(axis=2) | rows >> 7 << 3
+    codes[most == 127] = 0
+    body, n = np.zeros(room, np.uint8), -(-len(values) // 2)
+    body[:n] = (codes.reshape(-1, 2) << (0, 4)).sum(axis=1)[:n]
+    body[_up(n) :][: len(most)] = most
+    return body
+
+
+def _decode_fp4_e4m3(body: _Bytes, n: int) -> _Bytes:
+    scale = np.repeat(body[_up(-(-n // 2)) :][: -(-n // 32)], 32)[:n]
+    joined = body[: -(-n // 2)]
+    code = np.stack([joined & 15, joined >> 4], axis=1).reshape(-1)[:n]
+    nan = scale >= 127
+    # Of float64 no quotient is rounded to a middle between two e4m3.
+    number = _nearest(_E4M3[np.where(nan, 0, scale)] * (2 * _E2M1[code & 7]) / 12, 3, -6)
+    magnitude = np.where(nan, 127, np.searchsorted(_E4M3, number))
+    codes: _Bytes = (magnitude | (code & 8).astype(np.int64) << 4).astype(np.uint8)
+    return codes
 
 
 # -- units and blocks -------------------------------------------------------------------------------------------------
@@ -323,12 +359,16 @@ def _rows(page: _Bytes, unit: Unit) -> NDArray[np.int64]:
     return (unit.offset + np.arange(unit.rows)[:, None] * unit.pitch + np.arange(unit.row_nbytes)).reshape(-1)
 
 
+def _type_of(unit: Unit) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if unit.kind == "e4m3" else np.uint16
+
+
 def _encode_unit(page: _Bytes, unit: Unit) -> tuple[_Bytes, Verdict]:
     data, room = page[_rows(page, unit)], unit.coded_nbytes - _HEAD
     if unit.codec == "raw":
         made: tuple[_Bytes, int] | None = (np.append(data, np.zeros(room - len(data), np.uint8)), 0)
     else:
-        made = _ENCODE[unit.codec](data.view(np.uint16), unit.kind, room)
+        made = _ENCODE[unit.codec](data.view(_type_of(unit)), unit.kind, room)
     body, escapes = made or (np.zeros(room, np.uint8), 0)
     head = np.zeros(1, np.dtype("<u2,u1,u1,u1,u1,u2,u4,u4"))
     own = (_MAGIC, _VERSIONS[unit.codec], _NUMBERS[unit.codec])
@@ -346,7 +386,8 @@ def _decode_unit(coded: _Bytes, unit: Unit) -> tuple[_Bytes, Verdict]:
         return zeros, Verdict.NOT_STORED
     if unit.codec == "raw":
         return (zeros, Verdict.DAMAGED) if escapes else (coded[_HEAD:][: unit.nbytes], Verdict.GOOD)
-    values = _DECODE[unit.codec](coded[_HEAD:], unit.nbytes // 2, unit.kind, int(escapes))
+    count = unit.nbytes // np.dtype(_type_of(unit)).itemsize
+    values = _DECODE[unit.codec](coded[_HEAD:], count, unit.kind, int(escapes))
     return (zeros, Verdict.DAMAGED) if values is None else (values.view(np.uint8), Verdict.GOOD)
 
 

@@ -15,8 +15,9 @@ static struct kvs_coding *random_coding(void) {
   static const char *const codecs[] = {"exact", "mxfp8", "fp4"};
   uint64_t which = check_below(&seed, 3), rows = 1 + check_below(&seed, 4), row = 2 * (1 + check_below(&seed, 400));
   if (check_below(&seed, 64) == 0) row = 2 * (1 + check_below(&seed, KVS_UNIT_NBYTES));
-  const struct kvs_field field = {.nbytes = row,
-                                  .kind = which && check_below(&seed, 2) ? KVS_KIND_FP16 : KVS_KIND_BF16};
+  enum kvs_kind kind = which && check_below(&seed, 2) ? KVS_KIND_FP16 : KVS_KIND_BF16;
+  if (which == 2 && check_below(&seed, 2)) kind = KVS_KIND_E4M3, row -= check_below(&seed, 2);
+  const struct kvs_field field = {.nbytes = row, .kind = kind};
   uint64_t pitch = row + check_below(&seed, 3) * check_below(&seed, 9);
   const struct kvs_coding_layout layout = {
       .block_nbytes = rows * pitch, .pitch = pitch, .codec = codecs[which], .fields = &field, .nfields = 1};

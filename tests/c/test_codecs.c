@@ -7,6 +7,7 @@
 #include "codecs/coding.h"
 #include "codecs/exact.h"
 #include "codecs/fp4.h"
+#include "codecs/fp4_e4m3.h"
 #include "codecs/mxfp8.h"
 #include "codecs/unit_code.h"
 
@@ -187,6 +188,50 @@ static void test_stable_fp4(struct kvs_float type) {
   CHECK(wrong == 0 && tried > 1000000, "%u of %u", wrong, tried);
 }
 
+/* Of e4m3: every largest magnitude of a block, every value beside it, every code. The largest decodes to itself. */
+static void test_stable_fp4_e4m3(void) {
+  uint32_t wrong = 0, tried = 0;
+  for (uint32_t most = 0; most < KVS_E4M3_NAN; most++) {
+    const uint64_t levels = kvs_fp4_e4m3_levels(most);
+    uint32_t before = 0;
+    for (uint32_t value = 0; value <= most; value++, tried++) {
+      uint32_t code = kvs_fp4_e4m3_code(value, most), back = kvs_fp4_e4m3_value(levels, code);
+      wrong += kvs_fp4_e4m3_code(back, most) != code || back < before || back > most || code > 7;
+      wrong += kvs_fp4_e4m3_code(value | 0x80u, most) != (code | 8u);
+      wrong += kvs_fp4_e4m3_value(levels, code | 8u) != (back | 0x80u);
+      wrong += value == 0 && back != 0;
+      before = back;
+    }
+    wrong += before != most;
+    for (uint32_t code = 1; code < 8; code++)
+      wrong += kvs_fp4_e4m3_value(levels, code) < kvs_fp4_e4m3_value(levels, code - 1);
+  }
+  CHECK(wrong == 0 && tried == 127 * 128 / 2, "%u of %u", wrong, tried);
+  for (uint32_t scale = KVS_E4M3_NAN; scale < 256; scale++)
+    CHECK(kvs_fp4_e4m3_value(kvs_fp4_e4m3_levels(scale), scale & 15u) == (0x7fu | (scale & 8u) << 4), "NaN");
+}
+
+/* The nearest e4m3 to a sixth of each magnitude times each element, by floating-point arithmetic; the nearest element.
+ */
+static void test_values_fp4_e4m3(void) {
+  static const double elements[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  uint32_t wrong = 0;
+  for (uint32_t most = 1; most < KVS_E4M3_NAN; most++)
+    for (uint32_t code = 0; code < 8; code++) {
+      double exact = kvs_e4m3_units(most) * elements[code] / 6, apart = 1e9;
+      uint32_t found = kvs_fp4_e4m3_value(kvs_fp4_e4m3_levels(most), code), at = 0;
+      for (uint32_t value = 0; value < KVS_E4M3_NAN; value++) {
+        double distance = kvs_e4m3_units(value) - exact;
+        distance = distance < 0 ? -distance : distance;
+        if (distance < apart || (distance == apart && value % 2 == 0)) apart = distance, at = value;
+      }
+      wrong += found != at;
+    }
+  CHECK(wrong == 0, "%u", wrong);
+  CHECK(kvs_fp4_e4m3_code(0x7e, 0x7e) == 7 && kvs_fp4_e4m3_code(0x38, 0x7e) == 0, "448, and 1 beside it");
+  CHECK(kvs_fp4_e4m3_value(kvs_fp4_e4m3_levels(0x44), 5) == 0x3c, "3 of 6 sixths of 3 is 1.5");
+}
+
 static void test_special_values(void) {
   struct kvs_float bf16 = kvs_bf16();
   int scale = kvs_mxfp8_scale(bf16, bf16.most);
@@ -269,6 +314,37 @@ static void test_fields(void) {
   free(block), free(back), free(coded), free(again);
 }
 
+/* The same rows by fp4: latents in 4 bits, scales as they are, and the RoPE part as its field says. */
+static void test_latents(void) {
+  enum { TOKENS = 64, NBYTES = 656 * TOKENS };
+  static const struct {
+    const char *rope;
+    double least;
+  } cases[] = {{"raw", 1.55}, {"exact", 1.65}, {"mxfp8", 1.8}};
+  uint64_t seed = 5;
+  uint8_t block[NBYTES], back[NBYTES], coded[NBYTES], again[NBYTES];
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const struct kvs_field fields[] = {{.nbytes = 512, .kind = KVS_KIND_E4M3},
+                                       {.offset = 512, .nbytes = 16, .kind = KVS_KIND_FP32},
+                                       {.offset = 528, .nbytes = 128, .kind = KVS_KIND_BF16, .codec = cases[i].rope}};
+    const struct kvs_coding_layout layout = {
+        .block_nbytes = NBYTES, .pitch = 656, .codec = "fp4", .fields = fields, .nfields = 3};
+    struct kvs_coding *coding = NULL;
+    CHECK(kvs_coding_open(&layout, &coding, &err) == KVS_OK, "%s", err.message);
+    CHECK(NBYTES > cases[i].least * (double)coded_nbytes(coding), "%s", cases[i].rope);
+    for (int at = 0; at < NBYTES; at++) block[at] = (uint8_t)check_random(&seed);
+    for (int token = 0; token < TOKENS; token++)
+      for (int value = 0; value < 64; value++) block[656 * token + 529 + 2 * value] = 0x3f;
+    CHECK(encode(coding, block, coded) == 0 && decode(coding, coded, back) == 0, "%s", cases[i].rope);
+    CHECK(encode(coding, back, again) == 0 && memcmp(coded, again, coded_nbytes(coding)) == 0, "stable");
+    const int kept = 16 + (i < 2 ? 128 : 0);
+    int same = 1;
+    for (int at = 0; at < NBYTES; at += 656) same &= memcmp(block + at + 512, back + at + 512, (size_t)kept) == 0;
+    CHECK(same, "scales, and the RoPE part unless it is mxfp8");
+    kvs_coding_close(coding);
+  }
+}
+
 static void test_wrong_fields(void) {
   static const struct {
     struct kvs_coding_layout layout;
@@ -349,12 +425,16 @@ int main(void) {
   test_stable_mxfp8(kvs_fp16());
   test_stable_fp4(kvs_bf16());
   test_stable_fp4(kvs_fp16());
+  test_stable_fp4_e4m3();
+  test_values_fp4_e4m3();
   test_special_values();
   test_stable_blocks("mxfp8", KVS_KIND_BF16);
   test_stable_blocks("mxfp8", KVS_KIND_FP16);
   test_stable_blocks("fp4", KVS_KIND_BF16);
   test_stable_blocks("fp4", KVS_KIND_FP16);
+  test_stable_blocks("fp4", KVS_KIND_E4M3);
   test_fields();
+  test_latents();
   test_wrong_fields();
   test_cuts();
   return check_close();

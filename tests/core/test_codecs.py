@@ -53,12 +53,55 @@ def compare(coding: Coding, block: NDArray[np.uint16]) -> Verdict:
 @pytest.mark.parametrize("what", [*HOSTILE, "normal"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_same_bytes_as_the_reference(codec: str, what: str) -> None:
-    for kind in ("bf16", "fp16") if codec != "exact" else ("bf16",):
+    for kind in {"exact": ("bf16",), "mxfp8": ("bf16", "fp16"), "fp4": ("bf16", "fp16", "e4m3")}[codec]:
         for values in (1, 31, 512, 1000, 4096, 16384 + 520):
             coding = Coding(2 * values, codec, fields=[(0, 2 * values, kind)])
             verdict = compare(coding, words(what, values, seed=values))
             if codec != "exact" or what in ("normal", "subnormals", "zeros"):
                 assert verdict == Verdict.GOOD
+
+
+def latents(tokens: int, seed: int) -> NDArray[np.uint8]:
+    """Rows of fp8_ds_mla, Gaussian: 512 values of e4m3 with a scale of fp32 for each 128, and 64 of RoPE in bf16."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((tokens, 4, 128)).astype(np.float32)
+    scales = np.abs(values).max(axis=2, keepdims=True) / 448
+    nearest = np.abs(np.abs(values / scales)[..., None] - reader._E4M3.astype(np.float32)).argmin(axis=-1)
+    rows = np.zeros((tokens, 656), np.uint8)
+    rows[:, :512] = (nearest | np.signbit(values) << 7).reshape(tokens, 512)
+    rows[:, 512:528] = scales.astype(np.float32).reshape(tokens, 4).view(np.uint8)
+    rows[:, 528:] = measure.to_bf16(3 * rng.standard_normal((tokens, 64))).view(np.uint8)
+    return rows
+
+
+def of_latents(rows: NDArray[np.uint8]) -> NDArray[np.float64]:
+    codes = rows[:, :512].astype(np.int64)
+    scales = np.ascontiguousarray(rows[:, 512:528]).view(np.float32).astype(np.float64)
+    return np.where(codes > 127, -1, 1) * reader._E4M3[codes & 127] * np.repeat(scales, 128, axis=1)
+
+
+@pytest.mark.parametrize(("rope", "ratio"), [("raw", 1.57), ("exact", 1.69), ("mxfp8", 1.84)])
+def test_latents_of_e4m3_by_fp4(rope: str, ratio: float) -> None:
+    """As vLLM's fp8_ds_mla keeps them: smaller by so much, within the error, the RoPE part as its field says."""
+    rows = latents(64, 1)
+    fields = [Field(0, 512, "e4m3"), Field(512, 16, "fp32"), Field(528, 128, "bf16", rope)]
+    coding = Coding(rows.nbytes, "fp4", fields=fields, pitch=656)
+    assert 1 / coding.ratio > ratio
+    assert compare(coding, rows.reshape(-1)) == Verdict.GOOD  # type: ignore[arg-type]
+    back = coding.decode(coding.encode(rows)[0])[0].reshape(rows.shape)
+    assert np.array_equal(back[:, 512:528], rows[:, 512:528])
+    assert np.array_equal(back[:, 528:], rows[:, 528:]) == (rope != "mxfp8")
+    assert 0.09 < measure._rms(of_latents(back), of_latents(rows)) < 0.11
+
+
+def test_e4m3_by_fp4_keeps_what_no_number_is() -> None:
+    """A NaN makes its 32 values NaN, zeros keep their signs, and the largest value of a block is exact."""
+    block = np.tile(np.array([0x7E, 0x80, 0x00, 0xFE], np.uint8), 24)
+    block[40] = 0xFF
+    coding = Coding(96, "fp4", fields=[(0, 96, "e4m3")])
+    back = coding.decode(coding.encode(block)[0])[0][0]
+    assert np.array_equal(back[:32], block[:32]) and np.array_equal(back[64:], block[64:])
+    assert (back[32:64] & 0x7F == 0x7F).all()
 
 
 @pytest.mark.parametrize("what", HOSTILE)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvswap.codecs import Field
+from kvswap.codecs import CODECS, Field
 from kvswap.vllm import _codec, _handler, _identity
 from kvswap.vllm._memory import give_coded_views
 
@@ -84,6 +84,21 @@ def test_fields(spec: Spec, fields: tuple[Field, ...], pitch: int) -> None:
     page = _codec.page_of("layer", spec)
     assert page == (spec.unpadded_page_size_bytes, fields, pitch)
     assert page.is_coded("mxfp8") == any(field.kind in ("bf16", "fp16") for field in fields)
+
+
+def test_fp4_leaves_the_rope_part_beside_latents_of_e4m3() -> None:
+    """fp4 codes a bf16 cache as a whole. The RoPE part of fp8_ds_mla is in bf16 for its precision."""
+    spec = latent(dtype="torch.uint8", cache_dtype_str="fp8_ds_mla", row=656)
+    codecs = {name: _codec.page_of("layer", spec).coding(name).fields for name in CODECS}
+    assert [field.codec for field in codecs["fp4"]] == [None, "raw", "raw"]
+    assert codecs["exact"] == codecs["mxfp8"] == _codec.page_of("layer", spec).fields
+    plan = _codec.plan_of("fp4", config_of(spec))
+    nbytes = spec.unpadded_page_size_bytes
+    assert nbytes / plan.coded_nbytes(nbytes, 16) > 1.55
+    rows = np.random.default_rng(1).integers(0, 256, (TOKENS, 656)).astype(np.uint8)
+    coding = plan.coding_of(nbytes)
+    back = coding.decode(coding.encode(rows)[0])[0].reshape(rows.shape)
+    assert np.array_equal(back[:, 512:], rows[:, 512:]) and not np.array_equal(back[:, :512], rows[:, :512])
 
 
 @pytest.mark.parametrize(
