@@ -53,7 +53,7 @@ def _about(engine: Any, imported: float, pinning: list[float]) -> dict[str, Any]
         "gpu_blocks": engine.gpu_blocks,
         "groups": len(engine.core.scheduler.kv_cache_config.kv_cache_groups),
         "worker": type(getattr(engine.transfers, "_worker", engine.transfers)).__name__,
-        "host_gib": engine.regime.cpu_gib,
+        "host_gib": engine.regime.cpu_gib, "host_blocks": engine.host_blocks,
     }  # fmt: skip
 
 

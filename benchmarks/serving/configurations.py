@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ NAMES = {
     "kvswap-overlap": "KVSwapConnector, requests in the step that loads their blocks (kvswap_overlap)",
     "kvswap-overlap-layers": "the same, without kvswap_block_first: a tensor a layer",
     "kvswap-overlap-ended": "as kvswap-overlap, loads are reported when they have ended (kvswap_overlap_ahead: false)",
+    "kvswap-exact": "KVSwapConnector, blocks coded without loss (kvswap_codec: exact)",
+    "kvswap-mxfp8": "KVSwapConnector, blocks coded in half the bytes, with loss (kvswap_codec: mxfp8)",
     "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
     "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
     "simple-kvswap": "the same, its copies by kvswap (KVSWAP_VLLM_SIMPLE_OFFLOAD=1)",
+    "lmcache": "LMCache's LMCacheMPConnector and the server that it starts, the mode that LMCache recommends",
+    "lmcache-inprocess": "LMCacheConnectorV1: LMCache in the engine's process, which LMCache calls deprecated",
 }
 
 
@@ -35,7 +40,9 @@ def split(name: str) -> tuple[str, str]:
 
 
 _OVERLAP = ("kvswap-overlap", "kvswap-overlap-layers", "kvswap-overlap-ended")
-_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-files", *_OVERLAP)
+_CODECS = {"kvswap-exact": "exact", "kvswap-mxfp8": "mxfp8"}
+_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-files", *_OVERLAP, *_CODECS)
+_LMCACHE = ("lmcache", "lmcache-inprocess")
 _WITH_SKIPPED = (*_CONNECTOR, "spec", "simple-kvswap")
 REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
 
@@ -44,9 +51,13 @@ def takes(name: str, phase: str) -> bool:
     """Whether a phase says anything about this configuration."""
     base, _ = split(name)
     if base == "none":
-        return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
+        return phase in ("prepare", "store", "hits", "burst", "alone", "loads", "stores", "idle", "profile")
     if base == "nothing":
         return phase in ("prepare", "alone", "idle")
+    if base in _LMCACHE:  # its cache cannot be looked into: no block can be taken out, or handed out in random order
+        return phase in ("prepare", "truth", "store", "hits", "burst", "alone", "loads", "idle")
+    if base in _CODECS:  # a copy that is left out shows as a block that cannot be decoded, which is computed again
+        return phase != "skipped" and (phase != "truth" or _CODECS[base] == "exact")
     return phase != "skipped" or base in _WITH_SKIPPED
 
 
@@ -78,6 +89,38 @@ def _engine_id(process: int) -> str:
     return f"serving-{process}"
 
 
+def _lmcache(base: str, regime: Regime) -> dict[str, Any]:
+    """LMCache 0.5.6 as its documentation sets it up: chunks of 256 tokens (its default), only host memory.
+
+    https://docs.lmcache.ai/getting_started/quickstart.html has the connector's module, the server's options and the
+    chunk; https://docs.lmcache.ai/mp/configuration.html the other options. All host memory is allocated at the start,
+    as the others do, and eviction begins when it is full: by default at four fifths.
+    https://docs.lmcache.ai/kv_cache/storage_backends/cpu_ram.html has the options of the mode in the process."""
+    if base == "lmcache-inprocess":
+        extra: dict[str, Any] = {"lmcache.local_cpu": True, "lmcache.chunk_size": regime.lmcache_chunk}
+        extra["lmcache.max_local_cpu_size"] = regime.cpu_gib
+        return {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    server = f"--l1-size-gb {regime.cpu_gib} --no-l1-use-lazy --eviction-policy LRU --eviction-trigger-watermark 0.99"
+    server += f" --chunk-size {regime.lmcache_chunk} --http-port {_free_port()}"
+    if regime.device == "cpu":
+        server += " --supported-transfer-mode auto"
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "127.0.0.1", "lmcache.mp.port": _free_port(),
+            "lmcache.mp.autostart": True, "lmcache.mp.autostart.server_args": server,
+            "lmcache.mp.autostart.wait_timeout": 180.0,
+        },
+    }  # fmt: skip
+
+
+def _free_port() -> int:
+    """Of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return int(made.getsockname()[1])
+
+
 def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] | None:
     """vLLM's --kv-transfer-config; None: no connector. folder: for files."""
     base, option = split(name)
@@ -88,6 +131,8 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
     made["engine_id"] = _engine_id(os.getpid())
     if base == "nothing":
         return {**made, "kv_connector": "NothingConnector", "kv_connector_module_path": "serving.nothing"}
+    if base in _LMCACHE:
+        return {**made, **_lmcache(base, regime)}
     if base.startswith("simple"):
         made["kv_connector"] = "SimpleCPUOffloadConnector"
     elif regime.chunk > 1:
@@ -98,6 +143,8 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         extra["kvswap_overlap"] = True
     if base == "kvswap-overlap-ended":
         extra["kvswap_overlap_ahead"] = False
+    if base in _CODECS:
+        extra["kvswap_codec"] = _CODECS[base]
     if base in ("kvswap-layers", "kvswap-overlap-layers"):
         extra["kvswap_block_first"] = False
     if base in _CONNECTOR:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.configurations import environment, register, transfer_config
+from serving.configurations import environment, register, split, transfer_config
 from serving.host import Host, host_of
 from serving.models import BLOCK, VOCABULARY
 from serving.regimes import Regime
@@ -101,7 +101,7 @@ class Engine:
         if transfer := transfer_config(self.name, regime, folder):
             made["kv_transfer_config"] = transfer
         if regime.device == "cpu":
-            made["disable_hybrid_kv_cache_manager"] = False
+            made["disable_hybrid_kv_cache_manager"] = self.name == "lmcache-inprocess"  # it refuses groups
         return made
 
     def each(self, call: str, *arguments: Any) -> list[Any]:
@@ -185,6 +185,15 @@ class Engine:
         return host_of(self.connector)
 
     @property
+    def host_blocks(self) -> int:
+        """GPU blocks that the host's cache has room for; of one that cannot be looked into, those of its bytes."""
+        if host := self.host:
+            return host.capacity() * self.regime.chunk
+        if not split(self.name)[0].startswith("lmcache"):
+            return 0
+        return int(self.regime.cpu_gib * 2**30) // self.regime.model.block()
+
+    @property
     def connector_worker(self) -> Any:
         """The worker's side of the connector; None: no offloading."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -222,6 +231,7 @@ class Engine:
         """Empty the GPU's prefix cache; the host's stays."""
         self.settle()
         for turn in range(100):
+            self.step({})  # LMCache keeps a request's blocks until the step after its last, as a server would make one
             if self.llm.reset_prefix_cache():
                 return
             time.sleep(0.02)

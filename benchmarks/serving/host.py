@@ -9,6 +9,9 @@ from typing import Any, Protocol
 class Host(Protocol):
     """Of one engine."""
 
+    def capacity(self) -> int:
+        """Blocks that it has room for."""
+
     def keys(self) -> set[Any]:
         """Of the blocks that it has."""
 
@@ -34,6 +37,10 @@ class Managed:
 
     def __init__(self, connector: Any, manager: Any) -> None:
         self._connector, self._manager = connector, manager
+
+    def capacity(self) -> int:
+        """See Host."""
+        return int(self._manager._num_blocks)
 
     def keys(self) -> set[Any]:
         """See Host."""
@@ -66,6 +73,10 @@ class Pooled:
 
     def __init__(self, manager: Any) -> None:
         self._manager, self._pool = manager, manager.cpu_block_pool
+
+    def capacity(self) -> int:
+        """See Host."""
+        return sum(not block.is_null for block in self._pool.blocks)
 
     def keys(self) -> set[Any]:
         """See Host."""

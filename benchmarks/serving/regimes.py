@@ -24,6 +24,7 @@ class Regime:
     ranks: int = 1
     fragmented: bool = False
     prompt_only: bool = False
+    lmcache_chunk: int = 256
     prompts: int = 48
     length: int = 4097  # tokens in a prompt: whole blocks, and the one token that is computed where they are cached
     hits: int = 12  # prompts taken one at a time
@@ -56,10 +57,13 @@ _TOY = Regime(
     mode="eager",
     device="cpu",
     runner="v1",
+    lmcache_chunk=64,
 )
 
 REGIMES: dict[str, Regime] = {
     "pages64k": Regime(),
+    # pages64k for six engines in 128 GiB of host memory. LMCache evicts a fifth once its cache is full: it has to fit.
+    "rivals": Regime(cpu_gib=13.0, prompts=16, truth=4, hits=8, decode_tokens=64),
     "pages16k": Regime(model=Model(kv_heads=2), cpu_gib=8.0),
     "layers8": Regime(model=Model(layers=8), cpu_gib=8.0),
     "fragmented": Regime(fragmented=True),

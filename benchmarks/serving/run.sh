@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine without a network: unpack pack/make.sh's archive, build kvswap from this tree, and compare (python -m serving).
-#   PACK=FOLDER OUT=FOLDER [LIMIT=560] benchmarks/serving/run.sh OPTIONS [-- OPTIONS ...]
-# PACK: with part-00 and SHA256.  OUT: gets serving.jsonl, summary.txt, machine.txt and logs.tar.gz.  LIMIT: seconds for all.
+#   PACK=FOLDER OUT=FOLDER [LMCACHE=FOLDER] [LIMIT=560] benchmarks/serving/run.sh OPTIONS [-- OPTIONS ...]
+# PACK: with part-00 and SHA256.  LMCACHE: the same of pack/lmcache.sh.  OUT: gets serving.jsonl, summary.txt, machine.txt
+# and logs.tar.gz.  LIMIT: seconds for all.
 # -- begins another comparison, which gets the time that is left. What was unpacked and built stays in BASE, under /tmp.
 # PROGRAM: serving; serving_sglang with the pack of that folder; serving.server, whose OPTIONS say how many --seconds each
 # part gets: OUT gets server.txt in the place of serving.jsonl and summary.txt.
@@ -16,21 +17,21 @@ OUT=$(realpath "$OUT")
 rm -rf "$base/run" && mkdir "$base/run"
 fail() { echo "run.sh: $*" >&2; exit 2; }
 
-unpack() {
-  cmp -s "$pack/SHA256" "$base/unpacked" && return
-  (cd "$pack" && sha256sum --quiet -c SHA256) || fail "$pack/part-00 is not whole"
-  rm -rf "$base/tree" "$base/site" "$base/unpacked"
+unpack() { # FOLDER, what SHA256 and part-00 are in; TO
+  cmp -s "$1/SHA256" "$2/unpacked" && return
+  (cd "$1" && sha256sum --quiet -c SHA256) || fail "$1/part-00 is not whole"
+  rm -rf "$2/tree" "$2/site" "$2/unpacked" && mkdir -p "$2"
   "$python" -c "import sys, tarfile; tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2], filter='tar')" \
-    "$pack/part-00" "$base" || fail "$pack/part-00 was not unpacked"
-  "$python" -m compileall -q -j 0 "$base/tree" "$base/site" > /dev/null 2>&1  # some files are templates
-  cp "$pack/SHA256" "$base/unpacked"
-  echo "unpacked after $SECONDS s"
+    "$1/part-00" "$2" || fail "$1/part-00 was not unpacked"
+  "$python" -m compileall -q -j 0 "$2/tree" "$2/site" > /dev/null 2>&1  # some files are templates
+  cp "$1/SHA256" "$2/unpacked"
+  echo "$1 unpacked after $SECONDS s"
 }
 
 build() {
   local copy=$base/source stamp
   rm -rf "$copy" && mkdir "$copy"
-  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE packaging cmake csrc kvswap "$copy") ||
+  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE packaging monitoring cmake csrc kvswap "$copy") ||
     fail "the source is not whole in $tree"
   find "$copy" \( -name '*.so' -o -name '*.pyc' -o -name kvswap_version.h \) -delete  # what builds make
   stamp=$(cd "$copy" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
@@ -44,13 +45,15 @@ build() {
 }
 
 build & builder=$!
-unpack
+unpack "$pack" "$base"
+[ -z "${LMCACHE:-}" ] || unpack "$LMCACHE" "$base/lmcache"
 wait "$builder" || exit 2
 
 # The engine and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
 mkdir -p "$base/first"
-printf 'import sys\n\nsys.path.append("%s")\n' "$base/site" > "$base/first/sitecustomize.py"
-export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$(dirname "$here")" PYTHONUNBUFFERED=1
+printf 'import sys\n\nsys.path += ["%s", "%s"]\n' "$base"{,/lmcache}/site > "$base/first/sitecustomize.py"
+export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$base/lmcache/tree:$(dirname "$here")" PYTHONUNBUFFERED=1
+export LMCACHE_TRACK_USAGE=false
 export VLLM_CACHE_ROOT="$base/cache" VLLM_CONFIG_ROOT="$base/config" TRITON_CACHE_DIR="$base/triton" HF_HOME="$base/hf"
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 (

@@ -57,6 +57,9 @@ def _hit(key: str, cached: str) -> Value:
     return value
 
 
+MANY = 4096
+MEMORY = f"host memory for {MANY:,} blocks, GiB"
+
 ROWS: list[tuple[str, str, Value]] = [
     ("TTFT computed, ms", "store", _middle("ttft_ms")),
     ("TTFT, the GPU has it (floor), ms", "hits", _hit("floor_ms", "floor_cached")),
@@ -88,6 +91,11 @@ def figures(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Tu
     """By regime, row and configuration."""
     made: dict[str, dict[str, dict[str, Turns]]] = {}
     for line in lines:
+        about = line.get("about", {})
+        if about.get("host_blocks") and "host_gib" in about:  # serving_sglang's have no GiB
+            figure = about["host_gib"] * MANY / about["host_blocks"]
+            made.setdefault(line["regime"], {}).setdefault(MEMORY, {}).setdefault(line["config"], {})
+            made[line["regime"]][MEMORY][line["config"]][line.get("run", 0), 0] = figure, 1.0
         record = line.get("record")
         if not record or (record.get("short") and line["phase"] != "hits"):  # there, of each prompt
             continue
@@ -283,7 +291,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         rows = made.get(name, {})
         configs = sorted({config for row in rows.values() for config in row}, key=_order)
         cells = [["", *configs]]
-        for title, _, _ in ROWS:
+        for title in (*(title for title, _, _ in ROWS), MEMORY):
             if title in rows:
                 cells.append([title, *(_cell(config, rows[title]) for config in configs)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -59,6 +59,14 @@ class TestTable:
         row = self.rows(lines)["TTFT, the host has it, ms"]
         assert "90" not in row and "10" in row
 
+    def test_host_memory_for_as_many_blocks(self):
+        """13 GiB that hold 6,656 blocks, or 8,711 coded ones."""
+        about = {"run": 1, "regime": "r", "about": {"host_gib": 13.0, "host_blocks": 6656}}
+        coded = {"run": 1, "regime": "r", "about": {"host_gib": 13.0, "host_blocks": 8711}}
+        lines = [{**about, "config": "native"}, {**coded, "config": "kvswap-exact"}]
+        row = self.rows(lines)["host memory for 4,096 blocks, GiB"]
+        assert row.split("GiB")[1].split()[:2] == ["8", "6.113"]
+
     def test_blocks_that_differ_are_named(self):
         record = {"blocks": [100, 100], "differ": [0, 3], "distinct": 100}
         lines = [hits("native", 0, 1.0)]
@@ -83,9 +91,9 @@ class TestTable:
         """With all its engines lost, a regime has a part of the output still."""
         from serving import table
 
-        asked = {"run": 1, "regime": "r", "asked": ["hits", "burst", "loads"], "configs": ["none", "simple"]}
+        asked = {"run": 1, "regime": "r", "asked": ["hits", "burst", "loads"], "configs": ["nothing", "simple"]}
         failed = {"run": 1, "regime": "r", "config": "simple", "phase": "loads", "repeat": 1, "failed": "Error()"}
-        assert table.faults([asked, hits("none", 0, 1.0), hits("simple", 0, 1.0), failed], "r") == [
+        assert table.faults([asked, hits("nothing", 0, 1.0), hits("simple", 0, 1.0), failed], "r") == [
             "FAILED: simple, loads, turn 1: Error()",
             "NOT MEASURED: simple: burst, loads: not run, see the log, or give it more time",
         ]
@@ -148,8 +156,35 @@ class TestOptions:
         assert "blocks_per_chunk" not in transfer_config("simple", made, Path())["kv_connector_extra_config"]
         assert environment("simple-kvswap") == {"KVSWAP_VLLM_SIMPLE_OFFLOAD": "1"}
         assert environment("native") == {}
+        coded = transfer_config("kvswap-exact", made, Path())
+        assert coded["kv_connector"] == "KVSwapConnector"
+        assert coded["kv_connector_extra_config"]["kvswap_codec"] == "exact"
         with pytest.raises(SystemExit, match=r"'nativ'.*native"):
             split("nativ")
+
+    def test_lmcache_has_the_same_host_memory(self):
+        from serving.configurations import transfer_config
+        from serving.regimes import regime
+
+        made = regime("rivals", {})
+        server = transfer_config("lmcache", made, Path())
+        assert server["kv_connector_module_path"] == "lmcache.integration.vllm.lmcache_mp_connector"
+        extra = server["kv_connector_extra_config"]
+        assert f"--l1-size-gb {made.cpu_gib} " in extra["lmcache.mp.autostart.server_args"]
+        assert "--chunk-size 256 " in extra["lmcache.mp.autostart.server_args"]
+        assert str(extra["lmcache.mp.port"]) not in extra["lmcache.mp.autostart.server_args"]
+        inside = transfer_config("lmcache-inprocess", made, Path())
+        assert inside["kv_connector"] == "LMCacheConnectorV1"
+        assert inside["kv_connector_extra_config"]["lmcache.max_local_cpu_size"] == made.cpu_gib
+
+    def test_what_is_asked_of_whom(self):
+        """LMCache's cache cannot be looked into; a codec with loss changes bytes."""
+        from serving.configurations import takes
+
+        assert all(takes("none", phase) for phase in ("store", "hits", "burst", "loads")) and not takes("none", "truth")
+        assert takes("lmcache", "truth") and not any(takes("lmcache", phase) for phase in ("stores", "scatter"))
+        assert takes("kvswap-exact", "truth") and not takes("kvswap-mxfp8", "truth")
+        assert takes("kvswap", "skipped") and not takes("kvswap-exact", "skipped")
 
     def test_pages_of_models(self):
         from serving.regimes import REGIMES
