@@ -151,6 +151,7 @@ static int push(struct kvs_coding *coding, const struct range *range, uint64_t o
                           .kind = (uint16_t)range->kind};
   coding->units[coding->nunits++] = unit;
   coding->coded_page_nbytes += unit.coded_nbytes;
+  if (kvs_unit_nbytes(&unit) > coding->largest_unit) coding->largest_unit = kvs_unit_nbytes(&unit);
   coding->lossless = coding->lossless && codec->lossless;
   return KVS_OK;
 }

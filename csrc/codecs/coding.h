@@ -15,6 +15,7 @@ struct kvs_coding {
   char *text; /* kvs_coding_text() */
   size_t nunits, capacity;
   struct kvs_unit *units; /* in order of `coded` */
+  uint32_t largest_unit;  /* bytes */
 };
 
 static inline uint64_t kvs_coding_nbytes(const struct kvs_coding *coding) { /* of a coded block */

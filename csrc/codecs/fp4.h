@@ -71,7 +71,7 @@ KVS_BOTH uint32_t kvs_fp4_scale(struct kvs_float type, uint32_t most) {
   const int exponent = sixth - 3 > KVS_FP4_SCALE_LEAST ? sixth - 3 : KVS_FP4_SCALE_LEAST;
   const int up = number.exponent - exponent;
   const uint32_t value = number.significand << kvs_fp4_within(up), six = 6u << kvs_fp4_within(-up);
-  const uint32_t whole = value / six, twice = 2u * (value % six);
+  const uint32_t whole = (value >> kvs_fp4_within(-up)) / 6u, twice = 2u * (value - whole * six);
   uint32_t scale =
       ((uint32_t)(exponent - KVS_FP4_SCALE_LEAST) << 3) + whole + (twice > six || (twice == six && (whole & 1u)));
   /* 6 times the scale is a value of the type: in fp16 the largest scale is 10240. */

@@ -8,13 +8,14 @@
 #define CODE_SEGMENTS (KVS_UNIT_NBYTES / 2 / KVS_EXACT_SEGMENT)
 #define CODE_CLASSES (KVS_UNIT_NBYTES / 4 / KVS_EXACT_ROWS)
 
+/* Segments of a warp. */
+enum { CODE_OWN = CODE_GROUPS / 2 };
+
 struct code_shared {
-  uint32_t escapes[CODE_SEGMENTS];         /* of each segment; then of all segments before it */
-  uint32_t total;                          /* of the unit */
-  uint16_t masks[CODE_SEGMENTS][KVS_WARP]; /* which of a lane's 16 values are escapes */
-  uint32_t most[CODE_CLASSES];             /* the largest exponent of each class */
-  uint32_t marks[CODE_CLASSES / 32];       /* a bit a class */
-  uint32_t outer;                          /* the largest exponent of marked classes; 0: none is marked */
+  uint32_t escapes[2][CODE_SEGMENTS]; /* of each segment, of a unit and of the next */
+  uint32_t most[CODE_CLASSES];        /* the largest exponent of each class */
+  uint32_t marks[CODE_CLASSES / 32];  /* a bit a class */
+  uint32_t outer;                     /* the largest exponent of marked classes; 0: none is marked */
 };
 
 /* By the first warp: a typical largest exponent, and the marks. */
@@ -38,21 +39,19 @@ static __device__ __forceinline__ void mark_classes(uint32_t classes, struct cod
 }
 
 /* Mark the outliers among rows of `inner` values. False: there are none. All threads learn it. */
-static __device__ __forceinline__ bool mark_outliers(const struct kvs_unit &unit, const struct code_place &place,
+static __device__ __forceinline__ bool mark_outliers(const uint32_t (*pairs)[CODE_VALUES],
                                                      const struct kvs_exact_layout &layout, uint32_t inner,
                                                      struct code_shared *shared) {
-  __syncthreads(); /* nobody reads what was shared before */
+  __syncthreads(); /* no thread reads what was shared before */
   for (uint32_t i = threadIdx.x; i < layout.classes; i += blockDim.x) shared->most[i] = 0;
   for (uint32_t i = threadIdx.x; i < CODE_CLASSES / 32u; i += blockDim.x) shared->marks[i] = 0;
   __syncthreads();
-  for (uint32_t first = threadIdx.x * CODE_VALUES; first < layout.values; first += blockDim.x * CODE_VALUES) {
-    const uint32_t at = kvs_exact_class(inner, first);
-    if (at >= layout.classes) continue;
-    const uint4 words = load_group(unit, place, 2u * first);
-    atomicMax(&shared->most[at], kvs_exact_base(kvs_exact_most(0, words.x)));
-    atomicMax(&shared->most[at + 1u], kvs_exact_base(kvs_exact_most(0, words.y)));
-    atomicMax(&shared->most[at + 2u], kvs_exact_base(kvs_exact_most(0, words.z)));
-    atomicMax(&shared->most[at + 3u], kvs_exact_base(kvs_exact_most(0, words.w)));
+#pragma unroll
+  for (uint32_t i = 0; i < CODE_GROUPS; i++) {
+    const uint32_t first = group_first(i), at = kvs_exact_class(inner, first);
+    if (first >= layout.values || at >= layout.classes) continue;
+    for (uint32_t j = 0; j < 4u; j++)
+      atomicMax(&shared->most[at + j], kvs_exact_base(kvs_exact_most(0, pairs[i / 2u][4u * (i % 2u) + j])));
   }
   __syncthreads();
   if (threadIdx.x < KVS_WARP) mark_classes(layout.classes, shared);

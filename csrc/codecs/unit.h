@@ -58,6 +58,15 @@ struct kvs_unit {
   uint16_t codec, kind;
 };
 
+/* Threads of a CTA that codes units of `nbytes` bytes, or fewer: 64 bytes each. Small CTAs leave no thread idle. */
+enum { KVS_CODE_THREADS = KVS_UNIT_NBYTES / 64, KVS_CODE_LEAST_THREADS = 64 };
+
+KVS_BOTH uint32_t kvs_code_threads(uint32_t nbytes) {
+  uint32_t threads = KVS_CODE_LEAST_THREADS;
+  while (threads * 64u < nbytes) threads *= 2u;
+  return threads;
+}
+
 KVS_BOTH uint32_t kvs_unit_nbytes(const struct kvs_unit *unit) { return unit->row_nbytes * unit->rows; }
 
 /* The unit's values without the rest of its page, one after the other. Its coded form is where it was. */

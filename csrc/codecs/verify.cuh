@@ -22,10 +22,11 @@ static __device__ __forceinline__ int bytes_differ(uint64_t one, uint64_t other,
 
 static __device__ __forceinline__ int values_differ(const struct kvs_unit &unit, const struct code_place &place,
                                                     const struct kvs_unit &alone, uint64_t values) {
-  const struct code_place other = place_of(alone, values, UINT64_MAX);
+  const struct code_values one = load_values(unit, place),
+                           other = load_values(alone, place_of(alone, values, UINT64_MAX));
   int differ = 0;
-  for (uint32_t at = 16u * threadIdx.x; at < kvs_unit_nbytes(&unit); at += 16u * blockDim.x)
-    differ |= words_differ(load_group(unit, place, at), load_group(alone, other, at));
+#pragma unroll
+  for (uint32_t i = 0; i < CODE_GROUPS; i++) differ |= words_differ(one.of[i], other.of[i]);
   return differ;
 }
 
@@ -33,7 +34,7 @@ static __device__ __forceinline__ int values_differ(const struct kvs_unit &unit,
 static __device__ int codes_otherwise(struct kvs_unit unit, uint64_t page, uint64_t valid_nbytes, uint64_t coded,
                                       uint64_t again, struct code_shared *shared) {
   unit.coded = 0;
-  (void)encode_unit(unit, page, valid_nbytes, again, shared);
+  (void)encode_unit(unit, page, valid_nbytes, again, 0, shared);
   __syncthreads();
   const int differ = __syncthreads_or(bytes_differ(coded, again, unit.coded_nbytes));
   return differ;

@@ -33,6 +33,14 @@ static __device__ __forceinline__ void word_store(uint4 *to, const uint4 *word) 
                : "memory");
 }
 
+/* For what no kernel needs soon: it leaves the L2 cache first. */
+static __device__ __forceinline__ void word_store_once(uint4 *to, const uint4 *word) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(to), "r"(word->x), "r"(word->y), "r"(word->z), "r"(word->w)
+               : "memory");
+}
+
 /* Narrower words: a volatile access is a relaxed access that bypasses L1. */
 template <typename Word> static __device__ __forceinline__ void word_load(Word *word, const Word *from) {
   *word = *(const volatile Word *)from;

@@ -46,6 +46,43 @@ static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy
   return kvs_grid_piece(&units, params.by_src, &row, &pair, block, part);
 }
 
+/* What one CTA codes at a time. */
+struct code_item {
+  struct kvs_unit unit;
+  struct kvs_piece pages;
+  uint64_t block;
+  bool skipped; /* its destination is bad */
+  bool empty;   /* it has no source */
+};
+
+/* A warp's item lies in shared memory: registers are for values. */
+struct code_items {
+  struct code_item of[CODE_THREADS / KVS_WARP];
+};
+
+/* The tables are read through L1, since a CTA needs most of its lines again; it is empty when a kernel begins. */
+template <typename Index>
+static __device__ __forceinline__ struct code_item code_item_of(const struct kvs_code_params &params, Index index) {
+  const struct kvs_units &units = params.units;
+  const Index part = index % units.parts, line = index / units.parts, block = line / units.nrows;
+  const struct kvs_row row = ((const struct kvs_row *)units.rows)[line % units.nrows];
+  const struct kvs_pair pair = units.pairs ? ((const struct kvs_pair *)units.pairs)[block] : params.inline_pairs[block];
+  const struct kvs_unit unit = ((const struct kvs_unit *)params.table)[part];
+  return {unit, kvs_code_pages(&params, &row, &pair, block), block, pair.dst == KVS_BAD_SLOT, pair.src == KVS_BAD_SLOT};
+}
+
+/* Unit `index` of kernels CODE and VERIFY. By a warp, whose last item is no more. */
+static __device__ __forceinline__ const struct code_item &code_item_at(const struct kvs_code_params &params,
+                                                                       uint64_t index, struct code_items *items) {
+  struct code_item *item = &items->of[threadIdx.x / KVS_WARP];
+  __syncwarp();
+  if (threadIdx.x % KVS_WARP == 0)
+    *item =
+        params.count >> 32 ? code_item_of<uint64_t>(params, index) : code_item_of<uint32_t>(params, (uint32_t)index);
+  __syncwarp();
+  return *item;
+}
+
 /* The piece held by lane `from` of the warp. */
 static __device__ __forceinline__ struct kvs_piece piece_of_lane(const struct kvs_piece &held, unsigned from) {
   struct kvs_piece piece;

@@ -246,9 +246,10 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
                                    .by_src = s->work->direction == KVS_H2D};
   params.units.parts = (uint32_t)coding->coding->nunits;
   params.count = (uint64_t)units->nrows * params.units.parts * npairs;
+  unsigned threads = kvs_code_threads(coding->coding->largest_unit), beside = KVS_CODE_THREADS / threads;
   struct kvs_launch launch = {.kernel = KVS_KERNEL_CODE,
-                              .grid = least(ctas, params.count),
-                              .threads = THREADS,
+                              .grid = least((uint64_t)ctas * beside, params.count),
+                              .threads = threads,
                               .params = &params,
                               .params_nbytes = sizeof params};
   if (!units->pairs) memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);
