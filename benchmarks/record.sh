@@ -33,11 +33,13 @@ section() {
 }
 bench() { section "kvswap bench ${*:2}" run "$1" kvswap bench "${@:2}"; }
 
-# Copies beside a model: a decode step, with one hardware queue, with the step's own copies, a product of matrices; marks
+# Copies beside a model: a decode step, there what engines do by hand, with one hardware queue, with the step's own copies, a product of matrices; marks
 # behind transfers.
 part_load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
+  local rivals=(--shape 64x32k --shape 80x8k --method auto --method numpy --method warp --method torch)
   bench 330 --load step
+  bench 150 --load step "${rivals[@]}"
   (export CUDA_DEVICE_MAX_CONNECTIONS=1 && bench 80 --load step "${block_first[@]}")
   bench 120 --load tokens --shape 64x32k --method auto --method high
   bench 330 --load matmul

@@ -21,7 +21,9 @@ RECORDS = sorted(RESULTS.rglob("*.txt"))
 HEAD = re.compile(r"# kvswap [0-9a-f]{7,40}, [^:]+: \S")
 LINK = re.compile(r"\((?:\.\./)*(benchmarks/results/[^)#]+)\)")
 # A figure: a number with a fraction, or one before a unit. Not a number of a version, nor one in code or in a link.
-FIGURE = re.compile(r"(?<![\w.,-])[-+]?\d[\d,]*\.\d+(?![\w.]*\.\d)|(?<![\w.,-])\d[\d,]*(?= (?:GB/s|tokens/s|us|ms)\b)")
+FIGURE = re.compile(
+    r"(?<![\w.,-])[-+]?\d[\d,]*\.\d+(?: %)?(?![\w.]*\.\d)|(?<![\w.,-])\d[\d,]*(?= (?:GB/s|tokens/s|us|ms)\b)"
+)
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 NO_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)|\b(?:CUDA|vLLM|SGLang|torch|Mooncake)(?: Store)? [\d.]+|#\d+")
 
@@ -43,10 +45,13 @@ def numbers_of(record: str) -> set[float]:
 
 
 def is_in(figure: str, numbers: set[float]) -> bool:
-    """Whether one of the numbers is this figure, rounded to its places."""
-    plain = figure.replace(",", "")
-    places = len(plain.partition(".")[2])
-    return any(abs(number - float(plain)) <= 0.5000001 * 10**-places for number in numbers)
+    """Whether one of the numbers is this figure, rounded to its places; of "4.8 %" also 0.048 or 1.048."""
+    plain = figure.replace(",", "").removesuffix(" %")
+    value, places = float(plain), len(plain.partition(".")[2])
+    wanted = [value]
+    if figure.endswith("%"):
+        wanted, places = [value, value / 100, 1 + value / 100], places + 2
+    return any(abs(number - each) <= 0.5000001 * 10**-places for number in numbers for each in wanted)
 
 
 def without_marked(page: str) -> str:
@@ -79,6 +84,11 @@ def test_quoted_figures_are_in_the_record(page: str, block: str, records: set[st
 def test_a_figure_that_is_not_in_the_record_shows() -> None:
     text = "On CUDA 13.0 it is 0.97 at 54.6 GB/s, +0.007 more, [52](x/1.5) of 0.26.0, `1.25`, and 1,024.5 in 16 us."
     assert figures_of(text) == {"0.97", "54.6", "+0.007", "1,024.5", "16"}
+    assert figures_of("by 4.8 %, -0.3 % and 5 %") == {"4.8 %", "-0.3 %"}
+    assert (
+        is_in("4.8 %", {1.048}) and is_in("-0.3 %", {-0.0032}) and is_in("4.8 %", {0.0479}) and is_in("90.5 %", {90.5})
+    )
+    assert not is_in("4.8 %", {1.049}) and not is_in("4.8 %", {0.48, 4.7, 48.0})
     numbers = numbers_of("auto 0.967 54.55 GB/s 0.007 1024.5 15.4us 3x 2.5e-1")
     assert numbers >= {0.967, 54.55, 0.007, 1024.5, 0.25}
     assert [f for f in ("0.97", "54.6", "+0.007", "1,024.5", "16") if not is_in(f, numbers)] == ["16"]
@@ -107,3 +117,19 @@ def test_a_part_that_is_not_there_is_refused(arguments: list[str]) -> None:
     script = ["bash", str(ROOT / "benchmarks" / "record.sh"), *arguments]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "one of: load bench" in done.stderr
+
+
+def test_the_picture_has_a_bar_a_row_and_the_rivals_of_a_later_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from picture import bars_of
+
+    plain = "             256 MiB x 1    D2H  one copy  1.008 1.008-1.009  0.000   55.08    1.00   55.33\n"
+    rows = [f"64x32k  64 x 32 KiB x 128  {way}  9.9-9.9  0.007   53.39    0.97   54.62 \n"
+            for way in ("D2H  auto  1.015", "D2H  high  1.030", "H2D  auto  1.058", "D2H  warp  31.030")]  # fmt: skip
+    first, by_hand = plain + "".join(rows[:3]), rows[0] + rows[3]
+    record = f"# kvswap\n== --load step\n{first}\n== other\n{rows[3]}\n== --method numpy\n{by_hand}"
+    found = [(bar.name, round(bar.longer, 1), bar.colour) for bar in bars_of(record)]
+    assert found == [
+        ("one plain copy of 256 MiB", 0.8, "grey"), ("64 x 32 KiB, host block-first", 1.5, "tab:blue"),
+        ("64 x 32 KiB, as SGLang's kernel", 3003.0, "tab:orange"),
+    ]  # fmt: skip
