@@ -38,8 +38,8 @@ NAVIGATION = {  # captions; pages, with a shorter title where one serves
     "Understand": ["concepts", "glossary", "architecture", "performance"],
     "How to": ["howto/path", "howto/pool", "howto/order", "howto/failure", "howto/calibrate", "howto/metrics"],
     "Guide": [
-        "guide", "paths", "order", "memory", "Sharing between processes: ipc", "files", "codecs", "many-nodes", "scale",
-        "metrics", "calibration", "configuration",
+        "guide", "paths", "order", "memory", "Sharing between processes: ipc", "Shared links: share", "files", "codecs",
+        "many-nodes", "scale", "metrics", "calibration", "configuration",
     ],
     "Engines": ["vllm", "sglang", "lmcache", "trtllm", "fastdeploy"],
     "Reference": ["api/index", "C: c"],

@@ -34,6 +34,7 @@ from kvswap.typing import (
     OpenedInfo,
     Path,
     Priority,
+    ShareStats,
     Sizes,
     StreamLike,
 )
@@ -287,6 +288,38 @@ class FileTransfer(_AnyTransfer):
     def num_kept(self) -> int: ...
     @property
     def reasons(self) -> dict[int, Exception]: ...
+
+@final
+class ShareTransfer(_AnyTransfer):
+    @property
+    def direction(self) -> Literal["H2D", "D2H"]: ...
+    @property
+    def by_others(self) -> int: ...
+
+@final
+class _Share:
+    def __new__(
+        cls,
+        host: tuple[Pool, ...],
+        gpu: tuple[Pool, ...],
+        ptr: int,
+        block_nbytes: int,
+        num_blocks: int,
+        piece_nbytes: int,
+        slots: int,
+        lends: bool,
+        share: float,
+        stall: float,
+    ) -> _Share: ...
+    def form(self) -> tuple[int, int, int, int, int]: ...
+    def meet(self, rank: int, /) -> int: ...
+    def link(self, rank: int, socket: int, process: int, slots_fd: int, slots: int, lends: bool, /) -> None: ...
+    def unmeet(self, rank: int, /) -> None: ...
+    def linked(self) -> int: ...
+    def wait_linked(self, ranks: int, timeout: float | None, /) -> None: ...
+    def submit(self, direction: str, host_ids: Ids, gpu_ids: Ids, /) -> ShareTransfer: ...
+    def stats(self) -> ShareStats: ...
+    def close(self, timeout: float | None, /) -> None: ...
 
 @final
 class FileStore:

@@ -68,7 +68,7 @@ def prepare_folder() -> Path:
     return folder
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """The process's start in clock ticks since boot; empty: no such process, or not readable."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -123,7 +123,7 @@ class Server:
         remove_stale(folder)
         self._snapshot = snapshot
         self._answer, self._answered = b"", -1.0
-        self.path = str(folder / f"top-{os.getpid()}-{_start_time(os.getpid())}.sock")
+        self.path = str(folder / f"top-{os.getpid()}-{start_time(os.getpid())}.sock")
         self._clients: list[_Client] = []
         self._accept_after = 0.0
         with contextlib.ExitStack() as undo:
@@ -245,7 +245,7 @@ def remove_stale(folder: Path) -> None:
     """Removes the sockets of processes that have ended, as csrc/ipc/serve.c does for its own."""
     for path in list(folder.glob("top-*.sock"))[:1000]:
         pid, _, start = path.stem.removeprefix("top-").partition("-")
-        if pid.isdecimal() and _start_time(int(pid)) != start and _is_deserted(path):
+        if pid.isdecimal() and start_time(int(pid)) != start and _is_deserted(path):
             with contextlib.suppress(OSError):
                 path.unlink()
 

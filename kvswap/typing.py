@@ -254,6 +254,18 @@ class FileInfo(TypedDict):
     bound_note: str
 
 
+class ShareStats(TypedDict):
+    """kvswap.share.Member.stats(). Bytes, by direction, and counts."""
+
+    brought_for_others_d2h: int  # over this member's link
+    brought_for_others_h2d: int
+    brought_by_others_d2h: int  # over others' links
+    brought_by_others_h2d: int
+    pieces_late: int  # others did not bring them in time
+    answers_dropped: int  # of an earlier use of a slot
+    links_lost: int  # members that ended without leaving
+
+
 class FileStats(TypedDict):
     """FileStore.stats(). docs/files.md says what each counts."""
 

@@ -19,7 +19,7 @@ enum { MOST_QUEUED = 160 };
  */
 
 /* What others have borrowed is no business of the lender's lanes. */
-static bool is_busy(struct kvs_engine *lender, enum kvs_direction direction) {
+bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction) {
   struct kvs_error ignored;
   bool busy = false;
   kvs_late_settle(lender);
@@ -38,7 +38,7 @@ static bool serves(struct kvs_submission *s, struct kvs_lent_way *way) {
   bool whole = s->work->layered || s->work->codings || s->work->packed;
   way->room = kvs_slot_room(s, way->lending.slot_nbytes);
   if (whole && kvs_longest_packed(&s->work->scratch->rows) > way->room) return false;
-  if (is_busy(way->lender, s->work->direction)) return false;
+  if (kvs_lent_is_busy(way->lender, s->work->direction)) return false;
   return kvs_lent_is_over(way) || (way->lane == s->lane && !atomic_load(&way->unsettled));
 }
 

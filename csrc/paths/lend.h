@@ -8,6 +8,8 @@
 /* Hold the links that may serve this transfer now: s->lent. A link serves no one while its own device moves blocks in
  * that direction, or while another lane's transfer that uses it may still wait. False: none. */
 bool kvs_lent_take(struct kvs_submission *);
+/* Whether a device's own transfers in that direction are unfinished. */
+bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction);
 void kvs_lent_release(struct kvs_submission *);
 /* Let go of links whose slots are too small for the packed rows. */
 void kvs_lent_fit(struct kvs_submission *);

@@ -65,6 +65,8 @@ static const struct row rows[] = {
     ROW(offload_type, make_type, &kvs_py_offload_spec),
     ROW(file_store_type, make_type, &kvs_py_file_store_spec),
     ROW(file_transfer_type, make_transfer, &kvs_py_file_transfer_spec),
+    ROW(share_type, make_type, &kvs_py_share_spec),
+    ROW(share_transfer_type, make_transfer, &kvs_py_share_transfer_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),

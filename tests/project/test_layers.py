@@ -25,6 +25,7 @@ PYTHON = sysconfig.get_paths()["include"]
 # private.h and status.c.
 FOLDERS = [
     {"py"},
+    {"share"},
     {"offload", "files", "hostpool", "ipc", "remote"},
     {"engine"},
     {"calls"},

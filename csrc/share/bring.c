@@ -1,0 +1,232 @@
+/* A piece crosses the link into a bounce slot of this device and goes on from there over NVLink, both on one stream, or
+ * the other way round. The lender comes first: the next piece is queued only when fewer than two of others are on the
+ * link and no transfer of the lender's own is unfinished in that direction. */
+#include "share/bring.h"
+
+#include <string.h>
+
+#include "lanes/lane.h"
+#include "memory/memory.h"
+#include "paths/lend.h"
+#include "racecheck/racecheck.h"
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+static int bounce_open(struct kvs_share *share, struct kvs_share_bounce *bounce, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_device *device = share->engine->device;
+  int priority = kvs_lane_stream_priority(&device->info, KVS_H2D, KVS_PRIORITY_NORMAL);
+  bounce->ptr = ptr;
+  int status = kvs_dev_stream_create(device, priority, &bounce->stream, err);
+  if (!status) status = kvs_dev_event_create(device, false, &bounce->crossed, err);
+  return status ? status : kvs_dev_event_create(device, false, &bounce->end, err);
+}
+
+int kvs_bring_open(struct kvs_share *share, struct kvs_error *err) {
+  int status =
+      kvs_engine_alloc(share->engine, KVS_SHARE_BOUNCES * share->slot_nbytes, false, &share->bounce_memory, err);
+  for (unsigned i = 0; !status && i < KVS_SHARE_BOUNCES; i++)
+    status = bounce_open(share, &share->bounces[i], share->bounce_memory + i * share->slot_nbytes, err);
+  return status;
+}
+
+void kvs_bring_close(struct kvs_share *share) {
+  struct kvs_device *device = share->engine->device;
+  struct kvs_error ignored;
+  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++) {
+    struct kvs_share_bounce *bounce = &share->bounces[i];
+    if (bounce->crossed) (void)kvs_dev_event_destroy(device, bounce->crossed, &ignored);
+    if (bounce->end) (void)kvs_dev_event_destroy(device, bounce->end, &ignored);
+    if (bounce->stream) (void)kvs_dev_stream_destroy(device, bounce->stream, &ignored);
+  }
+  if (share->bounce_memory) kvs_engine_free_later(share->engine, share->bounce_memory);
+}
+
+/* -- what is asked ------------------------------------------------------------------------------------------------- */
+
+static void answer(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *asked,
+                   int status) {
+  struct kvs_share_message *message = &share->message;
+  if (link->state != KVS_LINK_LIVE) return;
+  *message = (struct kvs_share_message){.kind = KVS_SHARE_DONE,
+                                        .slot = asked->slot,
+                                        .generation = asked->generation,
+                                        .direction = asked->direction,
+                                        .status = status};
+  if (!kvs_share_send(link->socket, message)) link->broken = true;
+}
+
+static struct kvs_share_request *request_at(struct kvs_share_link *link, unsigned i) {
+  return &link->requests[(link->first + i) % KVS_SHARE_SLOTS];
+}
+
+/* The other process is as trusted as any of this user: what is checked is what a defect of it could overwrite. */
+bool kvs_bring_take(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
+  if (!link->far || link->waiting == KVS_SHARE_SLOTS || message->slot >= link->far_slots || message->direction > 1 ||
+      !message->count || message->count > share->piece_blocks)
+    return false;
+  for (uint32_t i = 0; i < message->count; i++)
+    if (message->ids[i] >= share->num_blocks) return false;
+  struct kvs_share_request *request = request_at(link, link->waiting++);
+  request->generation = message->generation;
+  request->slot = message->slot;
+  request->direction = message->direction;
+  request->count = message->count;
+  memcpy(request->ids, message->ids, message->count * sizeof message->ids[0]);
+  return true;
+}
+
+/* A piece on its way is not stopped: its answer follows. */
+bool kvs_bring_drop(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
+  unsigned kept = 0, waiting = link->waiting;
+  for (unsigned i = 0; i < waiting; i++) {
+    struct kvs_share_request *request = request_at(link, i);
+    if (request->slot == message->slot && request->generation == message->generation) {
+      answer(share, link, request, KVS_CANCELLED);
+      continue;
+    }
+    if (kept != i) *request_at(link, kept) = *request;
+    kept++;
+  }
+  link->waiting = kept;
+  return true;
+}
+
+/* -- queueing ------------------------------------------------------------------------------------------------------ */
+
+/* The piece between the host and its bounce slot: one copy for blocks that follow each other. */
+static int cross(struct kvs_share *share, const struct kvs_share_bounce *bounce,
+                 const struct kvs_share_request *request, struct kvs_error *err) {
+  struct kvs_copies *copies = &share->copies;
+  bool in = request->direction == KVS_H2D;
+  uint64_t *host = in ? copies->src : copies->dst, *bounced = in ? copies->dst : copies->src;
+  size_t count = 0;
+  for (uint32_t i = 0; i < request->count; i++) {
+    uint32_t id = request->ids[i];
+    if (count && request->ids[i - 1] + 1 == id && !share->cut[id - 1]) {
+      copies->nbytes[count - 1] += share->block_nbytes;
+      continue;
+    }
+    host[count] = share->host_base + id * share->block_nbytes;
+    bounced[count] = bounce->ptr + i * share->block_nbytes;
+    copies->nbytes[count] = share->block_nbytes;
+    copies->block[count++] = i;
+  }
+  copies->count = count;
+  struct kvs_device *device = share->engine->device;
+  if (count > 1) return kvs_dev_copy_batch(device, copies, 0, count, bounce->stream, err);
+  return kvs_dev_copy(device, copies->dst[0], copies->src[0], copies->nbytes[0], bounce->stream, err);
+}
+
+static int hop(struct kvs_share *share, const struct kvs_share_bounce *bounce, struct kvs_error *err) {
+  uint64_t far = bounce->link->far + bounce->asked.slot * share->slot_nbytes;
+  bool in = bounce->asked.direction == KVS_H2D;
+  return kvs_dev_copy(share->engine->device, in ? far : bounce->ptr, in ? bounce->ptr : far, bounce->nbytes,
+                      bounce->stream, err);
+}
+
+static int queue(struct kvs_share *share, const struct kvs_share_bounce *bounce,
+                 const struct kvs_share_request *request, struct kvs_error *err) {
+  struct kvs_device *device = share->engine->device;
+  bool in = request->direction == KVS_H2D;
+  int status = in ? cross(share, bounce, request, err) : hop(share, bounce, err);
+  if (!status && in) status = kvs_dev_event_record(device, bounce->crossed, bounce->stream, err);
+  if (!status) status = in ? hop(share, bounce, err) : cross(share, bounce, request, err);
+  if (!status && !in) status = kvs_dev_event_record(device, bounce->crossed, bounce->stream, err);
+  if (!status) status = kvs_dev_event_record(device, bounce->end, bounce->stream, err);
+  return status;
+}
+
+/* After a refused call, part of the piece may be queued: the answer waits until the stream is idle. */
+static void begin(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_bounce *bounce) {
+  const struct kvs_share_request *request = request_at(link, 0);
+  struct kvs_error err;
+  bounce->busy = bounce->on_link = true;
+  bounce->link = link;
+  bounce->nbytes = request->count * share->block_nbytes;
+  bounce->asked = (struct kvs_share_request){.generation = request->generation,
+                                             .slot = request->slot,
+                                             .direction = request->direction,
+                                             .count = request->count};
+  bounce->status = queue(share, bounce, request, &err);
+  link->first = (link->first + 1) % KVS_SHARE_SLOTS;
+  link->waiting--;
+}
+
+static unsigned on_link(const struct kvs_share *share, uint32_t direction) {
+  unsigned count = 0;
+  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++)
+    count += share->bounces[i].on_link && share->bounces[i].asked.direction == direction;
+  return count;
+}
+
+static struct kvs_share_bounce *free_bounce(struct kvs_share *share) {
+  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++)
+    if (!share->bounces[i].busy) return &share->bounces[i];
+  return NULL;
+}
+
+/* Links take turns, so that one of many pieces does not keep others from theirs. */
+static bool begin_next(struct kvs_share *share) {
+  struct kvs_share_bounce *bounce = free_bounce(share);
+  for (unsigned i = 1; bounce && i <= KVS_SHARE_RANKS; i++) {
+    unsigned rank = (share->last_served + i) % KVS_SHARE_RANKS;
+    struct kvs_share_link *link = &share->links[rank];
+    if (link->state != KVS_LINK_LIVE || !link->waiting) continue;
+    uint32_t direction = request_at(link, 0)->direction;
+    if (on_link(share, direction) >= KVS_SHARE_ON_LINK) continue;
+    if (kvs_lent_is_busy(share->engine, (enum kvs_direction)direction)) continue;
+    share->last_served = rank;
+    begin(share, link, bounce);
+    return true;
+  }
+  return false;
+}
+
+/* -- ending -------------------------------------------------------------------------------------------------------- */
+
+/* A lost device does nothing more: the driver reports the loss in place of the event's state. */
+static bool has_ended(struct kvs_share *share, struct kvs_share_bounce *bounce) {
+  struct kvs_device *device = share->engine->device;
+  struct kvs_error err;
+  int status = bounce->status ? kvs_dev_stream_query(device, bounce->stream, &err)
+                              : kvs_dev_event_query(device, bounce->end, &err);
+  if (status == KVS_NOT_READY) return false;
+  if (status && !bounce->status) bounce->status = status;
+  return true;
+}
+
+static bool end_one(struct kvs_share *share, struct kvs_share_bounce *bounce) {
+  struct kvs_error ignored;
+  bool changed = false;
+  if (!bounce->busy) return false;
+  if (bounce->on_link && !bounce->status &&
+      kvs_dev_event_query(share->engine->device, bounce->crossed, &ignored) != KVS_NOT_READY) {
+    bounce->on_link = false;
+    changed = true;
+  }
+  if (!has_ended(share, bounce)) return changed;
+  bounce->busy = bounce->on_link = false;
+  if (!bounce->status) share->stats.brought_for_others[bounce->asked.direction] += bounce->nbytes;
+  answer(share, bounce->link, &bounce->asked, bounce->status);
+  return true;
+}
+
+bool kvs_bring_step(struct kvs_share *share) {
+  bool changed = false, before = kvs_racecheck_internal(true);
+  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++) changed |= end_one(share, &share->bounces[i]);
+  while (!share->stop && begin_next(share)) changed = true;
+  kvs_racecheck_internal(before);
+  return changed;
+}
+
+bool kvs_bring_works(const struct kvs_share *share, const struct kvs_share_link *link) {
+  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++)
+    if (share->bounces[i].busy && (!link || share->bounces[i].link == link)) return true;
+  return false;
+}
+
+bool kvs_bring_waits(const struct kvs_share *share) {
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (share->links[i].state == KVS_LINK_LIVE && share->links[i].waiting) return true;
+  return false;
+}

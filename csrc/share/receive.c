@@ -1,0 +1,612 @@
+/* A job's pieces are shared out as they go: the own link begins with its share of them in one transfer, from the front,
+ * and other members take one piece for each free slot, from behind. The first that is done takes from what is left. A
+ * piece that another member does not bring in time, or not at all, goes over the own link, whose failures are the
+ * job's. */
+#include "share/receive.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/wait.h"
+#include "plan/plan.h"
+
+enum {
+  PAUSE_MS = 200, /* a late member is asked nothing for so long */
+  OWN_MORE = 2,   /* pieces that the own link begins with beyond its share: others begin later */
+  LEAST_OWN = 4,  /* pieces that the own link takes at a time, if there are as many */
+};
+
+/* -- jobs ---------------------------------------------------------------------------------------------------------- */
+
+void kvs_receive_free(struct kvs_share_job *job) {
+  for (int i = 0; i < KVS_SHARE_OWN; i++) free(job->own[i].pieces);
+  free(job->host);
+  free(job->gpu);
+  free(job->again);
+  free(job->failed);
+  free(job);
+}
+
+static size_t blocks_of(const struct kvs_share *share, const struct kvs_share_job *job, size_t piece) {
+  size_t first = piece * share->piece_blocks, left = job->count - first;
+  return left < share->piece_blocks ? left : share->piece_blocks;
+}
+
+static void fail_piece(struct kvs_share *share, struct kvs_share_job *job, size_t piece, size_t block) {
+  uint8_t *failed = &job->failed[piece * share->piece_blocks + block];
+  job->nfailed += !*failed;
+  *failed = 1;
+}
+
+static void end_if_over(struct kvs_share *share, struct kvs_share_job *job) {
+  struct kvs_error ignored;
+  if (job->left || job->late || job->state != KVS_STATE_RUNNING) return;
+  job->state = job->nfailed || job->error.status ? KVS_STATE_FAILED : KVS_STATE_DONE;
+  if (job->nfailed && !job->error.status)
+    kvs_fail(&job->error, KVS_INTERNAL, "%zu blocks were not copied", job->nfailed);
+  job->ended_ns = kvs_clock_ns();
+  if (job->start) (void)kvs_dev_event_destroy(share->engine->device, job->start, &ignored);
+  job->start = 0;
+  struct kvs_share_job **at = &share->jobs;
+  while (*at != job) at = &(*at)->next;
+  *at = job->next;
+  pthread_cond_broadcast(&share->changed);
+  if (atomic_fetch_sub(&job->refs, 1) == 1) kvs_receive_free(job);
+}
+
+static void end_pieces(struct kvs_share *share, struct kvs_share_job *job, size_t count) {
+  job->left -= count;
+  end_if_over(share, job);
+}
+
+static void fail_pieces(struct kvs_share *share, struct kvs_share_job *job, const uint32_t *pieces, size_t count,
+                        const struct kvs_error *why) {
+  if (!job->error.status) job->error = *why;
+  for (size_t i = 0; i < count; i++)
+    for (size_t block = 0; block < blocks_of(share, job, pieces[i]); block++) fail_piece(share, job, pieces[i], block);
+  end_pieces(share, job, count);
+}
+
+/* -- moving -------------------------------------------------------------------------------------------------------- */
+
+struct piece_lists {
+  int64_t *host, *gpu; /* room for the pieces' blocks; host: ids of the host, or positions in slots */
+  size_t count;
+};
+
+static void list_piece(const struct kvs_share *share, const struct kvs_share_job *job, size_t piece, int64_t slot,
+                       struct piece_lists *lists) {
+  size_t first = piece * share->piece_blocks, blocks = blocks_of(share, job, piece);
+  for (size_t i = 0; i < blocks; i++) {
+    lists->host[lists->count] = slot < 0 ? job->host[first + i] : slot * share->piece_blocks + (int64_t)i;
+    lists->gpu[lists->count++] = job->gpu[first + i];
+  }
+}
+
+/* After what the compute stream had when the job was submitted, and not what it has now. */
+static int move(struct kvs_share *share, struct kvs_share_job *job, struct kvs_pool *const *host,
+                const struct piece_lists *lists, bool own, struct kvs_transfer **transfer, struct kvs_error *err) {
+  const struct kvs_after after = {.kind = KVS_AFTER_EVENT, .handle = job->start};
+  bool in = job->direction == KVS_H2D;
+  struct kvs_ids ids[2] = {{lists->host, 8, lists->count}, {lists->gpu, 8, lists->count}};
+  const struct kvs_move asked = {.src = in ? host : share->gpu_pools,
+                                 .dst = in ? share->gpu_pools : host,
+                                 .npairs = share->npools,
+                                 .src_ids = ids[!in],
+                                 .dst_ids = ids[in]};
+  struct kvs_options options = {
+      .on_stream = true, .stream = share->streams[job->streams][own], .after = &after, .nafter = 1};
+  if (!own && share->engine->device->info.kernels) options.path = KVS_PATH_KERNEL;
+  return kvs_move_blocks(&asked, &options, transfer, err);
+}
+
+static int make_lists(const struct kvs_share *share, size_t pieces, struct piece_lists *lists, struct kvs_error *err) {
+  size_t room = pieces * share->piece_blocks;
+  lists->count = 0;
+  lists->host = malloc(2 * room * sizeof *lists->host);
+  if (!lists->host) return kvs_fail(err, KVS_NOMEM, "no memory for the ids of %zu pieces", pieces);
+  lists->gpu = lists->host + room;
+  return KVS_OK;
+}
+
+/* -- the own link -------------------------------------------------------------------------------------------------- */
+
+static struct kvs_share_own *free_own(struct kvs_share_job *job) {
+  for (int i = 0; i < KVS_SHARE_OWN; i++)
+    if (!job->own[i].transfer) return &job->own[i];
+  return NULL;
+}
+
+static bool own_works(const struct kvs_share_job *job) {
+  for (int i = 0; i < KVS_SHARE_OWN; i++)
+    if (job->own[i].transfer) return true;
+  return false;
+}
+
+static int own_begin(struct kvs_share *share, struct kvs_share_job *job, struct kvs_share_own *own, size_t again,
+                     size_t fresh, struct kvs_error *err) {
+  struct piece_lists lists;
+  size_t count = again + fresh;
+  uint32_t *pieces = malloc((count ? count : 1) * sizeof *pieces);
+  int status =
+      pieces ? make_lists(share, count, &lists, err) : kvs_fail(err, KVS_NOMEM, "no memory for %zu pieces", count);
+  if (status) {
+    free(pieces);
+    return status;
+  }
+  memcpy(pieces, job->again + job->nagain - again, again * sizeof *pieces);
+  for (size_t i = 0; i < fresh; i++) pieces[again + i] = (uint32_t)(job->head + i);
+  for (size_t i = 0; i < count; i++) list_piece(share, job, pieces[i], -1, &lists);
+  status = move(share, job, share->host_pools, &lists, true, &own->transfer, err);
+  free(lists.host);
+  if (status) {
+    own->transfer = NULL;
+    free(pieces);
+    return status;
+  }
+  free(own->pieces);
+  own->pieces = pieces;
+  own->count = count;
+  job->nagain -= again;
+  job->head += fresh;
+  return KVS_OK;
+}
+
+/* All that nobody brings fails. Others' pieces may still come. */
+static void lose_rest(struct kvs_share *share, struct kvs_share_job *job, const struct kvs_error *why) {
+  while (job->head < job->tail) job->again[job->nagain++] = (uint32_t)job->head++;
+  size_t lost = job->nagain;
+  job->nagain = 0;
+  fail_pieces(share, job, job->again, lost, why);
+}
+
+/* What this job has left for the own link, while others go on: half of it at a time. */
+static bool own_step(struct kvs_share *share, struct kvs_share_job *job) {
+  size_t fresh = job->tail - job->head, again = job->nagain;
+  struct kvs_share_own *own = own_works(job) ? NULL : free_own(job);
+  struct kvs_error err;
+  if (!own || (!fresh && !again)) return false;
+  if (share->stop) {
+    kvs_fail(&err, KVS_CLOSED, "the member was closed before all blocks were copied");
+    lose_rest(share, job, &err);
+    return true;
+  }
+  if (fresh > LEAST_OWN) fresh = fresh / 2 > LEAST_OWN ? fresh / 2 : LEAST_OWN;
+  int status = own_begin(share, job, own, again, fresh, &err);
+  if (status == KVS_QUEUE_FULL || !status) return !status;
+  lose_rest(share, job, &err); /* it would not be submitted later either */
+  return true;
+}
+
+static void note_failures(struct kvs_share *share, struct kvs_share_job *job, const struct kvs_share_own *own) {
+  size_t count = kvs_transfer_failed(own->transfer, NULL, 0);
+  uint32_t *positions = malloc((count ? count : 1) * sizeof *positions);
+  if (!job->error.status) (void)kvs_transfer_error(own->transfer, &job->error);
+  if (positions) (void)kvs_transfer_failed(own->transfer, positions, count);
+  for (size_t piece = 0, at = 0, next = 0; piece < own->count; piece++)
+    for (size_t block = 0; block < blocks_of(share, job, own->pieces[piece]); block++, at++) {
+      bool failed = !positions || (next < count && positions[next] == at);
+      if (failed) fail_piece(share, job, own->pieces[piece], block);
+      next += failed;
+    }
+  free(positions);
+}
+
+/* True: a transfer has ended. The job may be gone then. */
+static bool own_end(struct kvs_share *share, struct kvs_share_job *job) {
+  for (int i = 0; i < KVS_SHARE_OWN; i++) {
+    struct kvs_share_own *own = &job->own[i];
+    struct kvs_transfer_info info = {0};
+    if (!own->transfer || !kvs_transfer_done(own->transfer)) continue;
+    kvs_transfer_get_info(own->transfer, &info);
+    if (info.state != KVS_STATE_DONE) note_failures(share, job, own);
+    kvs_transfer_unref(own->transfer);
+    own->transfer = NULL;
+    end_pieces(share, job, own->count);
+    return true;
+  }
+  return false;
+}
+
+/* -- slots --------------------------------------------------------------------------------------------------------- */
+
+static void give_up(struct kvs_share_slot *slot) {
+  struct kvs_share_job *job = slot->job;
+  job->again[job->nagain++] = slot->piece;
+  slot->job = NULL;
+}
+
+/* The other member may still access the slot. And it may still write the host's blocks, with the bytes that the own
+ * link writes there too: so a store ends after that. */
+static void give_up_late(struct kvs_share_slot *slot) {
+  struct kvs_share_job *job = slot->job;
+  give_up(slot);
+  slot->state = KVS_SLOT_LATE;
+  if (job->direction != KVS_D2H) return;
+  slot->job = job;
+  job->late++;
+}
+
+static void end_late(struct kvs_share *share, struct kvs_share_slot *slot) {
+  struct kvs_share_job *job = slot->job;
+  slot->state = KVS_SLOT_FREE;
+  slot->job = NULL;
+  if (!job) return;
+  job->late--;
+  end_if_over(share, job);
+}
+
+static bool ask(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_slot *slot) {
+  struct kvs_share_message *message = &share->message;
+  struct kvs_share_job *job = slot->job;
+  size_t first = (size_t)slot->piece * share->piece_blocks;
+  bool idle = true;
+  for (unsigned i = 0; i < share->nslots; i++) idle &= link->slots[i].state != KVS_SLOT_ASKED;
+  message->kind = KVS_SHARE_TAKE;
+  message->slot = (uint16_t)(slot - link->slots);
+  message->generation = ++slot->generation;
+  message->status = 0;
+  message->direction = job->direction;
+  message->count = (uint32_t)blocks_of(share, job, slot->piece);
+  for (uint32_t i = 0; i < message->count; i++) message->ids[i] = (uint32_t)job->host[first + i];
+  if (idle) link->heard_ns = kvs_clock_ns();
+  slot->state = KVS_SLOT_ASKED;
+  slot->recalled = false;
+  if (!kvs_share_send(link->socket, message)) link->broken = true;
+  return true;
+}
+
+static struct kvs_share_move *free_move(struct kvs_share *share) {
+  for (int i = 0; i < KVS_SHARE_MOVES; i++)
+    if (!share->moves[i].transfer) return &share->moves[i];
+  return NULL;
+}
+
+/* One copy for all of the job's slots of this link that are in a state, between them and the GPU's blocks. Where that
+ * is refused, the pieces go over the own link. */
+static bool move_slots(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job,
+                       enum kvs_share_slot_state from, enum kvs_share_slot_state to) {
+  struct kvs_share_move *made = free_move(share);
+  struct piece_lists lists;
+  struct kvs_error err;
+  uint32_t slots = 0;
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (link->slots[i].job == job && link->slots[i].state == from) slots |= UINT32_C(1) << i;
+  if (!slots || !made || make_lists(share, share->nslots, &lists, &err)) return false;
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (slots >> i & 1) list_piece(share, job, link->slots[i].piece, i, &lists);
+  int status = move(share, job, link->pools, &lists, false, &made->transfer, &err);
+  free(lists.host);
+  if (status) made->transfer = NULL;
+  if (status == KVS_QUEUE_FULL) return false;
+  for (unsigned i = 0; i < share->nslots; i++) {
+    if (!(slots >> i & 1)) continue;
+    link->slots[i].state = status ? KVS_SLOT_FREE : to;
+    if (status) give_up(&link->slots[i]);
+  }
+  made->link = link;
+  made->job = job;
+  made->slots = slots;
+  return true;
+}
+
+/* A transfer that failed leaves its destination as failed: what another process writes there next is not known to the
+ * pools, and would fail too. */
+static void forget_failures(const struct kvs_share *share, const struct kvs_share_link *link, unsigned slot) {
+  struct kvs_error ignored;
+  for (uint32_t i = 0; i < share->piece_blocks; i++) {
+    int64_t id = (int64_t)slot * share->piece_blocks + i;
+    const struct kvs_ids ids = {&id, 8, 1};
+    for (size_t pool = 0; pool < share->npools; pool++)
+      (void)kvs_note_access(link->pools[pool], &ids, true, 0, 0, share->streams[0][0], NULL, &ignored);
+  }
+}
+
+static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsigned i, bool ok) {
+  struct kvs_share_slot *slot = &move->link->slots[i];
+  struct kvs_share_job *job = move->job;
+  if (ok && slot->state == KVS_SLOT_FILLING && move->link->state == KVS_LINK_LIVE) {
+    ask(share, move->link, slot);
+    return;
+  }
+  bool arrived = ok && slot->state == KVS_SLOT_EMPTYING;
+  slot->state = KVS_SLOT_FREE;
+  if (!arrived) {
+    if (!ok) forget_failures(share, move->link, i);
+    give_up(slot);
+    return;
+  }
+  slot->job = NULL;
+  uint64_t nbytes = blocks_of(share, job, slot->piece) * share->block_nbytes;
+  job->given += nbytes;
+  share->stats.brought_by_others[KVS_H2D] += nbytes;
+  end_pieces(share, job, 1);
+}
+
+static bool moves_end(struct kvs_share *share) {
+  bool changed = false;
+  for (int at = 0; at < KVS_SHARE_MOVES; at++) {
+    struct kvs_share_move *move = &share->moves[at];
+    struct kvs_transfer_info info = {0};
+    if (!move->transfer || !kvs_transfer_done(move->transfer)) continue;
+    kvs_transfer_get_info(move->transfer, &info);
+    kvs_transfer_unref(move->transfer);
+    move->transfer = NULL;
+    for (unsigned i = 0; i < share->nslots; i++)
+      if (move->slots >> i & 1) end_slot(share, move, i, info.state == KVS_STATE_DONE);
+    changed = true;
+  }
+  return changed;
+}
+
+/* -- links --------------------------------------------------------------------------------------------------------- */
+
+bool kvs_receive_done(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
+  if (message->slot >= share->nslots) return false;
+  struct kvs_share_slot *slot = &link->slots[message->slot];
+  bool asked = slot->state == KVS_SLOT_ASKED || slot->state == KVS_SLOT_LATE;
+  if (!asked || slot->generation != message->generation) {
+    share->stats.answers_dropped++;
+    return true;
+  }
+  link->heard_ns = kvs_clock_ns();
+  if (slot->state == KVS_SLOT_LATE) {
+    end_late(share, slot);
+    return true;
+  }
+  struct kvs_share_job *job = slot->job;
+  slot->state = KVS_SLOT_FREE;
+  if (message->status) {
+    give_up(slot);
+    if (message->status != KVS_CANCELLED) link->paused_ns = link->heard_ns + PAUSE_MS * UINT64_C(1000000);
+  } else if (job->direction == KVS_H2D) {
+    slot->state = KVS_SLOT_ARRIVED;
+  } else {
+    uint64_t nbytes = blocks_of(share, job, slot->piece) * share->block_nbytes;
+    slot->job = NULL;
+    job->given += nbytes;
+    share->stats.brought_by_others[KVS_D2H] += nbytes;
+    end_pieces(share, job, 1);
+  }
+  return true;
+}
+
+/* The other member need not begin the piece. */
+static void drop(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_slot *slot) {
+  share->message = (struct kvs_share_message){
+      .kind = KVS_SHARE_DROP, .slot = (uint16_t)(slot - link->slots), .generation = slot->generation};
+  if (link->state == KVS_LINK_LIVE && !kvs_share_send(link->socket, &share->message)) link->broken = true;
+}
+
+/* Pieces that the other member has not brought; it may still access their slots. */
+static void make_late(struct kvs_share *share, struct kvs_share_link *link) {
+  for (unsigned i = 0; i < share->nslots; i++) {
+    struct kvs_share_slot *slot = &link->slots[i];
+    if (slot->state != KVS_SLOT_ASKED) continue;
+    give_up_late(slot);
+    share->stats.pieces_late++;
+    drop(share, link, slot);
+  }
+}
+
+/* The own link has nothing left to do: it takes what others have not begun, perhaps since they are busy themselves. */
+static bool recall(struct kvs_share *share, struct kvs_share_job *job) {
+  bool changed = false;
+  if (own_works(job) || job->nagain || job->head < job->tail) return false;
+  for (unsigned rank = 0; rank < KVS_SHARE_RANKS; rank++)
+    for (unsigned i = 0; share->links[rank].state == KVS_LINK_LIVE && i < share->nslots; i++) {
+      struct kvs_share_slot *slot = &share->links[rank].slots[i];
+      if (slot->job != job || slot->state != KVS_SLOT_ASKED || slot->recalled) continue;
+      drop(share, &share->links[rank], slot);
+      slot->recalled = changed = true;
+    }
+  return changed;
+}
+
+void kvs_receive_lose(struct kvs_share *share, struct kvs_share_link *link) {
+  make_late(share, link);
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (link->slots[i].state == KVS_SLOT_ARRIVED) {
+      link->slots[i].state = KVS_SLOT_FREE;
+      give_up(&link->slots[i]);
+    }
+}
+
+void kvs_receive_forget(struct kvs_share *share, struct kvs_share_link *link) {
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (link->slots[i].state == KVS_SLOT_LATE) end_late(share, &link->slots[i]);
+}
+
+bool kvs_receive_uses(const struct kvs_share *share, const struct kvs_share_link *link) {
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (link->slots[i].state != KVS_SLOT_FREE) return true;
+  return false;
+}
+
+static bool is_late(const struct kvs_share *share, const struct kvs_share_link *link, uint64_t now) {
+  if (link->state != KVS_LINK_LIVE || now < link->heard_ns + share->asked.stall_ns) return false;
+  for (unsigned i = 0; i < share->nslots; i++)
+    if (link->slots[i].state == KVS_SLOT_ASKED) return true;
+  return false;
+}
+
+/* Give pieces of the job to the free slots of a link. */
+static bool share_out(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
+  bool changed = false;
+  if (link->state != KVS_LINK_LIVE || !link->lends || now < link->paused_ns || share->stop) return false;
+  for (unsigned i = 0; i < share->nslots && job->head < job->tail; i++) {
+    struct kvs_share_slot *slot = &link->slots[i];
+    if (slot->state != KVS_SLOT_FREE) continue;
+    slot->job = job;
+    slot->piece = (uint32_t)--job->tail;
+    slot->state = KVS_SLOT_FILLING;
+    if (job->direction == KVS_H2D) ask(share, link, slot);
+    changed = true;
+  }
+  return changed;
+}
+
+static bool link_step(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
+  bool changed = share_out(share, link, job, now);
+  if (job->direction == KVS_H2D) return move_slots(share, link, job, KVS_SLOT_ARRIVED, KVS_SLOT_EMPTYING) || changed;
+  for (int at = 0; at < KVS_SHARE_MOVES; at++) /* slots that a copy fills already */
+    if (share->moves[at].transfer && share->moves[at].link == link && share->moves[at].job == job) return changed;
+  return move_slots(share, link, job, KVS_SLOT_FILLING, KVS_SLOT_FILLING) || changed;
+}
+
+/* -- rounds -------------------------------------------------------------------------------------------------------- */
+
+static bool job_step(struct kvs_share *share, struct kvs_share_job *job, uint64_t now) {
+  bool changed = false;
+  atomic_fetch_add(&job->refs, 1);
+  while (own_end(share, job)) changed = true;
+  if (job->state == KVS_STATE_RUNNING) {
+    for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+      if (share->links[i].state != KVS_LINK_UNUSED) changed |= link_step(share, &share->links[i], job, now);
+    changed |= own_step(share, job);
+    changed |= job->state == KVS_STATE_RUNNING && recall(share, job);
+  }
+  if (atomic_fetch_sub(&job->refs, 1) == 1) kvs_receive_free(job);
+  return changed;
+}
+
+bool kvs_receive_step(struct kvs_share *share) {
+  uint64_t now = kvs_clock_ns();
+  bool changed = moves_end(share);
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    struct kvs_share_link *link = &share->links[i];
+    if (!is_late(share, link, now)) continue;
+    link->paused_ns = now + PAUSE_MS * UINT64_C(1000000);
+    make_late(share, link);
+    changed = true;
+  }
+  struct kvs_share_job *next;
+  for (struct kvs_share_job *job = share->jobs; job; job = next) {
+    next = job->next;
+    changed |= job_step(share, job, now);
+  }
+  return changed;
+}
+
+bool kvs_receive_works(const struct kvs_share *share) {
+  for (int i = 0; i < KVS_SHARE_MOVES; i++)
+    if (share->moves[i].transfer) return true;
+  for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
+    if (own_works(job) || job->nagain || job->head < job->tail) return true;
+  return false;
+}
+
+uint64_t kvs_receive_next_ns(const struct kvs_share *share) {
+  uint64_t next = UINT64_MAX;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    const struct kvs_share_link *link = &share->links[i];
+    bool asked = false;
+    for (unsigned slot = 0; slot < share->nslots; slot++) asked |= link->slots[slot].state == KVS_SLOT_ASKED;
+    if (link->state == KVS_LINK_LIVE && asked && link->heard_ns + share->asked.stall_ns < next)
+      next = link->heard_ns + share->asked.stall_ns;
+  }
+  return next;
+}
+
+/* -- beginning ----------------------------------------------------------------------------------------------------- */
+
+static int read_ids(const struct kvs_ids *ids, const char *name, uint64_t limit, int64_t *out, struct kvs_error *err) {
+  kvs_ids_copy(ids, out);
+  for (size_t i = 0; i < ids->count; i++)
+    if ((uint64_t)out[i] >= limit)
+      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, name, i,
+                      out[i], limit, limit - 1);
+  return KVS_OK;
+}
+
+static int job_new(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
+                   const struct kvs_ids *gpu, struct kvs_share_job **made, struct kvs_error *err) {
+  struct kvs_pool_layout layout;
+  size_t count = host->count, room = count ? count : 1;
+  struct kvs_share_job *job = calloc(1, sizeof *job);
+  if (!job) return kvs_fail(err, KVS_NOMEM, "no memory for a job of %zu blocks", count);
+  atomic_init(&job->refs, 2);
+  job->direction = direction;
+  job->count = count;
+  job->npieces = job->left = job->tail = (count + share->piece_blocks - 1) / share->piece_blocks;
+  job->since_ns = kvs_clock_ns();
+  job->host = calloc(room, sizeof *job->host);
+  job->gpu = calloc(room, sizeof *job->gpu);
+  job->again = calloc(job->npieces + 1, sizeof *job->again);
+  job->failed = calloc(room, 1);
+  kvs_pool_get_layout(share->gpu_pools[0], &layout);
+  int status = job->host && job->gpu && job->again && job->failed
+                   ? KVS_OK
+                   : kvs_fail(err, KVS_NOMEM, "no memory for a job of %zu blocks", count);
+  if (!status) status = read_ids(host, "host_ids", share->num_blocks, job->host, err);
+  if (!status) status = read_ids(gpu, "gpu_ids", layout.num_blocks, job->gpu, err);
+  if (status)
+    kvs_receive_free(job);
+  else
+    *made = job;
+  return status;
+}
+
+/* Destinations that are named twice would be written by two links. */
+static int check_twice(const struct kvs_share_job *job, uint64_t limit, struct kvs_error *err) {
+  const int64_t *ids = job->direction == KVS_H2D ? job->gpu : job->host;
+  uint8_t *seen = calloc((size_t)(limit + 7) / 8, 1);
+  int status = seen ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to check %zu ids", job->count);
+  for (size_t i = 0; !status && i < job->count; i++) {
+    if (seen[ids[i] / 8] >> (ids[i] % 8) & 1)
+      status = kvs_fail(err, KVS_INVALID, "%s[%zu] is %" PRId64 ", which is named before: a destination is named once",
+                        job->direction == KVS_H2D ? "gpu_ids" : "host_ids", i, ids[i]);
+    seen[ids[i] / 8] |= (uint8_t)(1 << ids[i] % 8);
+  }
+  free(seen);
+  return status;
+}
+
+static double shares_of_others(const struct kvs_share *share) {
+  uint64_t now = kvs_clock_ns();
+  double shares = 0;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    const struct kvs_share_link *link = &share->links[i];
+    if (link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns) shares += share->asked.share;
+  }
+  return shares;
+}
+
+static int record_start(struct kvs_share *share, struct kvs_share_job *job, struct kvs_error *err) {
+  struct kvs_device *device = share->engine->device;
+  struct kvs_stream_info info;
+  kvs_stream compute = kvs_engine_compute_stream(share->engine);
+  int status = kvs_stream_ask(device, compute, "the compute stream", &info, err);
+  if (!status) status = kvs_dev_event_create(device, false, &job->start, err);
+  return status ? status : kvs_dev_event_record(device, job->start, compute, err);
+}
+
+int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
+                      const struct kvs_ids *gpu, struct kvs_share_job **made, struct kvs_error *err) {
+  struct kvs_pool_layout layout;
+  struct kvs_share_job *job;
+  struct kvs_error ignored;
+  kvs_pool_get_layout(share->gpu_pools[0], &layout);
+  int status = job_new(share, direction, host, gpu, &job, err);
+  if (status) return status;
+  status = check_twice(job, direction == KVS_H2D ? layout.num_blocks : share->num_blocks, err);
+  if (!status) status = record_start(share, job, err);
+  job->streams = share->njobs % KVS_SHARE_STREAMS;
+  double shares = shares_of_others(share);
+  size_t first = shares > 0 ? (size_t)((double)job->npieces / (1 + shares)) + OWN_MORE : job->npieces;
+  if (first > job->npieces) first = job->npieces;
+  if (!status && first) status = own_begin(share, job, &job->own[0], 0, first, err);
+  if (status) {
+    if (job->start) (void)kvs_dev_event_destroy(share->engine->device, job->start, &ignored);
+    kvs_receive_free(job);
+    return status;
+  }
+  share->njobs++;
+  struct kvs_share_job **at = &share->jobs;
+  while (*at) at = &(*at)->next;
+  *at = job;
+  *made = job;
+  if (!job->npieces) end_if_over(share, job);
+  return KVS_OK;
+}

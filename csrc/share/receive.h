@@ -1,0 +1,27 @@
+/* The receiver: jobs, whose pieces come over the own link and over those of other members. Under the member's lock. */
+#ifndef KVS_SHARE_RECEIVE_H
+#define KVS_SHARE_RECEIVE_H
+
+#include "share/state.h"
+
+/* By any thread: a job with its first transfer over the own link queued. The list keeps a reference. */
+int kvs_receive_begin(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
+                      struct kvs_share_job **, struct kvs_error *);
+
+/* By the member's thread from here on. An answer of another member. False: it breaks the rules. */
+bool kvs_receive_done(struct kvs_share *, struct kvs_share_link *, const struct kvs_share_message *);
+/* The link has ended: its pieces go over the own link. */
+void kvs_receive_lose(struct kvs_share *, struct kvs_share_link *);
+/* The other process has ended or said BYE: no slot is accessed any more. */
+void kvs_receive_forget(struct kvs_share *, struct kvs_share_link *);
+/* Whether this process's own work uses slots of the link. */
+bool kvs_receive_uses(const struct kvs_share *, const struct kvs_share_link *);
+
+/* True: something changed. */
+bool kvs_receive_step(struct kvs_share *);
+bool kvs_receive_works(const struct kvs_share *);       /* events are to be polled */
+uint64_t kvs_receive_next_ns(const struct kvs_share *); /* when a limit passes; UINT64_MAX: none */
+
+void kvs_receive_free(struct kvs_share_job *);
+
+#endif

@@ -1,0 +1,633 @@
+/* A member: opening and closing, its links, and its thread. bring.c and receive.c have what it does in each round. */
+#include "share/share.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "base/fork.h"
+#include "base/thread.h"
+#include "base/wait.h"
+#include "device/share.h"
+#include "lanes/registry.h"
+#include "memory/memory.h"
+#include "memory/range.h"
+#include "share/bring.h"
+#include "share/receive.h"
+
+static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
+static const uint64_t MOST_SLOT_NBYTES = 64 << 20;
+static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000;
+static const int64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
+  uint64_t extent;
+  if (!asked->npools || !asked->block_nbytes || !asked->num_blocks)
+    return kvs_fail(err, KVS_INVALID, "%zu pairs of pools, %" PRIu64 " blocks of %" PRIu64 " bytes: none may be 0",
+                    asked->npools, asked->num_blocks, asked->block_nbytes);
+  if (asked->num_blocks > UINT32_MAX || __builtin_mul_overflow(asked->num_blocks, asked->block_nbytes, &extent))
+    return kvs_fail(err, KVS_INVALID, "%" PRIu64 " blocks of %" PRIu64 " bytes: at most 2**32 - 1 blocks",
+                    asked->num_blocks, asked->block_nbytes);
+  if (asked->slots < 2 || asked->slots > KVS_SHARE_SLOTS)
+    return kvs_fail(err, KVS_INVALID, "slots is %u; a member has 2 to %d slots for each other one", asked->slots,
+                    KVS_SHARE_SLOTS);
+  if (asked->piece_nbytes > MOST_SLOT_NBYTES || asked->block_nbytes > MOST_SLOT_NBYTES)
+    return kvs_fail(err, KVS_INVALID,
+                    "pieces of %" PRIu64 " bytes, of blocks of %" PRIu64 ": neither may exceed 64 MiB",
+                    asked->piece_nbytes, asked->block_nbytes);
+  if (!(asked->share >= LEAST_SHARE && asked->share <= MOST_SHARE))
+    return kvs_fail(err, KVS_INVALID, "share is %g; it is 0.1 to 10", asked->share);
+  return KVS_OK;
+}
+
+static bool lies_in(const struct kvs_pool_layout *layout, const struct kvs_share_options *asked) {
+  uint64_t offset = layout->ptr - asked->host, row = layout->block_nbytes / layout->rows;
+  return layout->ptr >= asked->host && layout->num_blocks == asked->num_blocks &&
+         layout->stride == asked->block_nbytes && offset < asked->block_nbytes &&
+         (layout->rows - 1) * layout->pitch + row <= asked->block_nbytes - offset;
+}
+
+static int check_pools(const struct kvs_share *share, struct kvs_error *err) {
+  const struct kvs_share_options *asked = &share->asked;
+  for (size_t i = 0; i < share->npools; i++) {
+    struct kvs_pool_layout host, gpu;
+    kvs_pool_get_layout(share->host_pools[i], &host);
+    kvs_pool_get_layout(share->gpu_pools[i], &gpu);
+    if (kvs_pool_engine(share->host_pools[i]) != share->engine || kvs_pool_engine(share->gpu_pools[i]) != share->engine)
+      return kvs_fail(err, KVS_INVALID, "host[%zu] or gpu[%zu] is a pool of another device than gpu[0], %s", i, i,
+                      share->engine->name);
+    if (host.coding || gpu.coding)
+      return kvs_fail(err, KVS_UNSUPPORTED, "pair %zu is coded: members bring plain blocks only", i);
+    if (!lies_in(&host, asked))
+      return kvs_fail(err, KVS_INVALID,
+                      "host[%zu] is no part of each of %" PRIu64 " blocks of %" PRIu64
+                      " bytes, one behind the other: the shared pool must be block-first",
+                      i, asked->num_blocks, asked->block_nbytes);
+  }
+  return KVS_OK;
+}
+
+/* Where registrations end: no copy may cross one. */
+static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
+  uint64_t at = share->host_base, end = at + share->num_blocks * share->block_nbytes;
+  share->cut = calloc((size_t)share->num_blocks, 1);
+  if (!share->cut) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " blocks", share->num_blocks);
+  while (at < end) {
+    struct kvs_region region;
+    int status = kvs_dev_pointer_query(share->engine->device, at, &region, err);
+    if (status) return status;
+    uint64_t stop = region.base + region.nbytes;
+    if (region.memory != KVS_MEMORY_PINNED || stop <= at)
+      return kvs_fail(err, KVS_INVALID, "the shared pool is not registered with %s: members cannot bring its blocks",
+                      share->engine->name);
+    if (stop >= end) break;
+    if ((stop - share->host_base) % share->block_nbytes)
+      return kvs_fail(err, KVS_UNSUPPORTED, "a registration ends within a block, at 0x%" PRIx64, stop);
+    share->cut[(stop - share->host_base) / share->block_nbytes - 1] = 1;
+    at = stop;
+  }
+  return KVS_OK;
+}
+
+static int keep_pools(struct kvs_share *share, struct kvs_error *err) {
+  size_t nbytes = share->asked.npools * sizeof *share->host_pools;
+  share->host_pools = malloc(nbytes);
+  share->gpu_pools = malloc(nbytes);
+  if (!share->host_pools || !share->gpu_pools)
+    return kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", share->asked.npools);
+  memcpy(share->host_pools, share->asked.host_pools, nbytes);
+  memcpy(share->gpu_pools, share->asked.gpu_pools, nbytes);
+  share->npools = share->asked.npools;
+  for (size_t i = 0; i < share->npools; i++) kvs_pool_ref(share->host_pools[i]), kvs_pool_ref(share->gpu_pools[i]);
+  return KVS_OK;
+}
+
+static int open_streams(struct kvs_share *share, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (int i = 0; !status && i < 2 * KVS_SHARE_STREAMS; i++)
+    status = kvs_dev_stream_create(share->engine->device, 0, &share->streams[i / 2][i % 2], err);
+  return status;
+}
+
+static int open_copies(struct kvs_share *share, struct kvs_error *err) {
+  struct kvs_copies *copies = &share->copies;
+  copies->capacity = share->piece_blocks;
+  copies->dst = calloc(copies->capacity, sizeof *copies->dst);
+  copies->src = calloc(copies->capacity, sizeof *copies->src);
+  copies->nbytes = calloc(copies->capacity, sizeof *copies->nbytes);
+  copies->block = calloc(copies->capacity, sizeof *copies->block);
+  if (copies->dst && copies->src && copies->nbytes && copies->block) return KVS_OK;
+  return kvs_fail(err, KVS_NOMEM, "no memory for a piece of %zu blocks", copies->capacity);
+}
+
+static void share_free(struct kvs_share *share) {
+  struct kvs_error ignored;
+  for (int i = 0; i < 2 * KVS_SHARE_STREAMS; i++)
+    if (share->streams[i / 2][i % 2])
+      (void)kvs_dev_stream_destroy(share->engine->device, share->streams[i / 2][i % 2], &ignored);
+  kvs_bring_close(share);
+  for (size_t i = 0; i < share->npools; i++) kvs_pool_unref(share->host_pools[i]), kvs_pool_unref(share->gpu_pools[i]);
+  free(share->host_pools);
+  free(share->gpu_pools);
+  free(share->cut);
+  free(share->copies.dst);
+  free(share->copies.src);
+  free(share->copies.nbytes);
+  free(share->copies.block);
+  if (share->wake >= 0) close(share->wake);
+  pthread_cond_destroy(&share->changed);
+  pthread_mutex_destroy(&share->lock);
+  kvs_engine_unref(share->engine);
+  free(share);
+}
+
+static void *serve(void *arg);
+
+static int share_start(struct kvs_share *share, struct kvs_error *err) {
+  share->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (share->wake < 0) return kvs_fail(err, KVS_UNSUPPORTED, "cannot make an eventfd: %s", strerror(errno));
+  if (kvs_thread_start(&share->thread, "kvswap-share", serve, share))
+    return kvs_fail(err, KVS_NOMEM, "cannot start a thread for a member");
+  share->threaded = true;
+  return KVS_OK;
+}
+
+int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **made, struct kvs_error *err) {
+  int status = check(asked, err);
+  if (status) return status;
+  struct kvs_engine *engine = kvs_pool_engine(asked->gpu_pools[0]);
+  status = kvs_open_for_work(engine, err);
+  if (!status && engine->device->stepped)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "%s is deterministic: it runs only inside calls", engine->name);
+  struct kvs_share *share = status ? NULL : calloc(1, sizeof *share);
+  if (!share) return status ? status : kvs_fail(err, KVS_NOMEM, "no memory for a member");
+  kvs_engine_ref(engine);
+  atomic_init(&share->refs, 1);
+  share->pid = getpid();
+  share->engine = engine;
+  share->asked = *asked;
+  share->wake = -1;
+  share->host_base = asked->host;
+  share->block_nbytes = asked->block_nbytes;
+  share->num_blocks = asked->num_blocks;
+  share->nslots = asked->slots;
+  uint64_t blocks = (asked->piece_nbytes + asked->block_nbytes / 2) / asked->block_nbytes;
+  share->piece_blocks = (uint32_t)(blocks < 1 ? 1 : blocks > KVS_SHARE_BLOCKS ? KVS_SHARE_BLOCKS : blocks);
+  share->slot_nbytes = share->piece_blocks * share->block_nbytes;
+  pthread_mutex_init(&share->lock, NULL);
+  (void)kvs_cond_init(&share->changed);
+  status = keep_pools(share, err);
+  if (!status) status = check_pools(share, err);
+  if (!status) status = find_cuts(share, err);
+  if (!status) status = open_copies(share, err);
+  if (!status) status = open_streams(share, err);
+  if (!status) status = kvs_bring_open(share, err);
+  if (!status) status = share_start(share, err);
+  if (status)
+    share_free(share);
+  else
+    *made = share;
+  return status;
+}
+
+void kvs_share_get_form(const struct kvs_share *share, struct kvs_share_form *form) {
+  *form = (struct kvs_share_form){share->block_nbytes, share->num_blocks, share->slot_nbytes, share->piece_blocks,
+                                  share->nslots};
+}
+
+static void wake(const struct kvs_share *share) {
+  const uint64_t one = 1;
+  if (write(share->wake, &one, sizeof one) < 0) return; /* the counter is full: the thread wakes anyway */
+}
+
+/* -- links --------------------------------------------------------------------------------------------------------- */
+
+/* One chunk: one descriptor. */
+static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int *fd, struct kvs_error *err) {
+  struct kvs_engine *engine = share->engine;
+  struct kvs_range *range;
+  uint64_t granule, nbytes = share->nslots * share->slot_nbytes;
+  int status = kvs_dev_chunk_granularity(engine->device, &granule, err);
+  if (status) return status;
+  nbytes = (nbytes + granule - 1) / granule * granule;
+  status = kvs_range_new(engine, nbytes, &range, err);
+  if (status) return status;
+  status = kvs_range_add(range, nbytes, -1, err);
+  if (!status) status = kvs_range_finish(range, &link->near, err);
+  if (status) {
+    kvs_range_drop(range);
+    return status;
+  }
+  status = kvs_memory_add(engine, link->near, nbytes, KVS_ORIGIN_ALLOCATED, err);
+  if (status) {
+    struct kvs_error ignored;
+    (void)kvs_range_free(engine, link->near, &ignored);
+    link->near = 0;
+    return status;
+  }
+  return kvs_dev_chunk_share(engine->device, link->near, fd, err);
+}
+
+static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link, struct kvs_error *err) {
+  link->pools = calloc(share->npools, sizeof *link->pools);
+  link->requests = calloc(KVS_SHARE_SLOTS, sizeof *link->requests);
+  if (!link->pools || !link->requests) return kvs_fail(err, KVS_NOMEM, "no memory for a link");
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < share->npools; i++) {
+    struct kvs_pool_layout layout;
+    kvs_pool_get_layout(share->host_pools[i], &layout);
+    layout.ptr = layout.ptr - share->host_base + link->near;
+    layout.num_blocks = (uint64_t)share->nslots * share->piece_blocks;
+    layout.group = i ? link->pools[0] : NULL;
+    layout.name = NULL;
+    status = kvs_pool_open(share->engine, &layout, &link->pools[i], err);
+  }
+  return status;
+}
+
+/* Nothing uses its memory any more. */
+static void link_clear(struct kvs_share *share, struct kvs_share_link *link) {
+  struct kvs_error ignored;
+  if (link->pools)
+    for (size_t i = share->npools; i-- > 0;)
+      if (link->pools[i]) kvs_pool_unref(link->pools[i]);
+  free(link->pools);
+  free(link->requests);
+  if (link->near) kvs_engine_free_later(share->engine, link->near);
+  if (link->far) (void)kvs_range_free(share->engine, link->far, &ignored);
+  if (link->socket >= 0) close(link->socket);
+  if (link->process >= 0) close(link->process);
+  memset(link, 0, sizeof *link);
+  link->socket = link->process = -1;
+}
+
+static int check_rank(struct kvs_share *share, unsigned rank, struct kvs_error *err) {
+  if (share->pid != getpid()) return kvs_fail(err, KVS_FORKED, "the member is the parent's: join anew in this process");
+  if (rank < KVS_SHARE_RANKS) return KVS_OK;
+  return kvs_fail(err, KVS_RANGE, "rank is %u; a group has ranks 0 to %d", rank, KVS_SHARE_RANKS - 1);
+}
+
+int kvs_share_meet(struct kvs_share *share, unsigned rank, int *fd, struct kvs_error *err) {
+  int status = check_rank(share, rank, err);
+  if (status) return status;
+  struct kvs_share_link *link = &share->links[rank];
+  pthread_mutex_lock(&share->lock);
+  if (share->stop) {
+    status = kvs_fail(err, KVS_CLOSED, "the member is closed");
+  } else if (link->state != KVS_LINK_UNUSED) {
+    status = kvs_fail(err, KVS_BUSY, "a member of rank %u is here, or its process has not ended yet", rank);
+  } else {
+    link->rank = rank;
+    link->socket = link->process = -1;
+    status = make_slots(share, link, fd, err);
+    if (!status) status = open_slot_pools(share, link, err);
+    if (status)
+      link_clear(share, link);
+    else
+      link->state = KVS_LINK_MADE;
+  }
+  pthread_mutex_unlock(&share->lock);
+  return status;
+}
+
+static int map_far(struct kvs_share *share, struct kvs_share_link *link, int fd, unsigned slots,
+                   struct kvs_error *err) {
+  struct kvs_range *range;
+  uint64_t granule, nbytes = slots * share->slot_nbytes;
+  int status = kvs_dev_chunk_granularity(share->engine->device, &granule, err);
+  if (status) return status;
+  nbytes = (nbytes + granule - 1) / granule * granule;
+  status = kvs_range_new(share->engine, nbytes, &range, err);
+  if (status) return status;
+  status = kvs_range_add(range, nbytes, fd, err);
+  if (!status) status = kvs_range_finish(range, &link->far, err);
+  if (status) kvs_range_drop(range);
+  link->far_slots = slots;
+  return status;
+}
+
+int kvs_share_link(struct kvs_share *share, unsigned rank, int socket, int process, int slots_fd, unsigned far_slots,
+                   bool lends, struct kvs_error *err) {
+  int status = check_rank(share, rank, err);
+  struct kvs_share_link *link = &share->links[rank];
+  pthread_mutex_lock(&share->lock);
+  if (!status && (share->stop || link->state != KVS_LINK_MADE))
+    status = kvs_fail(err, KVS_CLOSED, "the member is closed, or rank %u was not met", rank);
+  if (!status && (far_slots < 1 || far_slots > KVS_SHARE_SLOTS))
+    status = kvs_fail(err, KVS_INVALID, "rank %u has %u slots; 1 to %d are known", rank, far_slots, KVS_SHARE_SLOTS);
+  if (!status && share->asked.lends) status = map_far(share, link, slots_fd, far_slots, err);
+  if (!status) {
+    link->socket = socket;
+    link->process = process;
+    link->lends = lends;
+    link->state = KVS_LINK_LIVE;
+    pthread_cond_broadcast(&share->changed);
+  }
+  pthread_mutex_unlock(&share->lock);
+  if (status) {
+    close(socket);
+    if (process >= 0) close(process);
+    return status;
+  }
+  wake(share);
+  return KVS_OK;
+}
+
+void kvs_share_unmeet(struct kvs_share *share, unsigned rank) {
+  struct kvs_error ignored;
+  if (check_rank(share, rank, &ignored)) return;
+  pthread_mutex_lock(&share->lock);
+  if (share->links[rank].state == KVS_LINK_MADE) link_clear(share, &share->links[rank]);
+  pthread_mutex_unlock(&share->lock);
+}
+
+static uint32_t linked_locked(const struct kvs_share *share) {
+  uint32_t ranks = 0;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (share->links[i].state == KVS_LINK_LIVE) ranks |= UINT32_C(1) << i;
+  return ranks;
+}
+
+uint32_t kvs_share_linked(struct kvs_share *share) {
+  if (share->pid != getpid()) return 0;
+  pthread_mutex_lock(&share->lock);
+  uint32_t ranks = linked_locked(share);
+  pthread_mutex_unlock(&share->lock);
+  return ranks;
+}
+
+int kvs_share_wait_linked(struct kvs_share *share, uint32_t ranks, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t until = kvs_deadline(timeout_ns);
+  int status = check_rank(share, 0, err);
+  if (status) return status;
+  pthread_mutex_lock(&share->lock);
+  while ((linked_locked(share) & ranks) != ranks && !status)
+    if (share->stop)
+      status = kvs_fail(err, KVS_CLOSED, "the member is closed");
+    else if (!kvs_cond_wait(&share->changed, &share->lock, until))
+      status = kvs_fail(err, KVS_TIMEOUT, "members %#x of %#x are here after %.1f s", linked_locked(share) & ranks,
+                        ranks, (double)timeout_ns / 1e9);
+  pthread_mutex_unlock(&share->lock);
+  return status;
+}
+
+/* -- the thread ---------------------------------------------------------------------------------------------------- */
+
+static void lose(struct kvs_share *share, struct kvs_share_link *link) {
+  link->state = KVS_LINK_GONE;
+  link->waiting = 0;
+  share->stats.links_lost += !link->left && !share->stop;
+  close(link->socket);
+  link->socket = -1;
+  kvs_receive_lose(share, link);
+  if (link->left) kvs_receive_forget(share, link);
+  pthread_cond_broadcast(&share->changed);
+}
+
+static bool take_message(struct kvs_share *share, struct kvs_share_link *link,
+                         const struct kvs_share_message *message) {
+  switch (message->kind) {
+  case KVS_SHARE_TAKE:
+    return kvs_bring_take(share, link, message);
+  case KVS_SHARE_DROP:
+    return kvs_bring_drop(share, link, message);
+  case KVS_SHARE_DONE:
+    return kvs_receive_done(share, link, message);
+  case KVS_SHARE_BYE:
+    link->left = true;
+    return false;
+  default:
+    return false;
+  }
+}
+
+static bool read_link(struct kvs_share *share, struct kvs_share_link *link) {
+  struct kvs_share_message *message = &share->incoming;
+  bool changed = false;
+  while (link->state == KVS_LINK_LIVE) {
+    enum kvs_share_got got = link->broken ? KVS_SHARE_ENDED : kvs_share_receive(link->socket, message);
+    if (got == KVS_SHARE_NONE) break;
+    changed = true;
+    if (got == KVS_SHARE_ENDED || !take_message(share, link, message)) lose(share, link);
+  }
+  return changed;
+}
+
+static bool has_ended(int process) {
+  struct pollfd polled = {.fd = process, .events = POLLIN};
+  return process >= 0 && poll(&polled, 1, 0) == 1;
+}
+
+/* A member that went without a word may have queued copies: its slots are free when its process has ended. */
+static bool bury(struct kvs_share *share, struct kvs_share_link *link) {
+  if (link->state != KVS_LINK_GONE || !(link->left || has_ended(link->process))) return false;
+  kvs_receive_forget(share, link);
+  if (kvs_receive_uses(share, link) || kvs_bring_works(share, link)) return false;
+  link_clear(share, link);
+  return true;
+}
+
+static bool round_locked(struct kvs_share *share) {
+  bool changed = false;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (share->links[i].state == KVS_LINK_LIVE) changed |= read_link(share, &share->links[i]);
+  changed |= kvs_bring_step(share);
+  changed |= kvs_receive_step(share);
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) changed |= bury(share, &share->links[i]);
+  return changed;
+}
+
+/* All that may still happen has happened: no piece, no job. */
+static bool is_over(const struct kvs_share *share) {
+  return share->stop && !share->jobs && !kvs_bring_works(share, NULL);
+}
+
+static void say_bye(struct kvs_share *share) {
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    struct kvs_share_link *link = &share->links[i];
+    if (link->state != KVS_LINK_LIVE) continue;
+    share->message = (struct kvs_share_message){.kind = KVS_SHARE_BYE};
+    (void)kvs_share_send(link->socket, &share->message);
+    lose(share, link);
+  }
+}
+
+/* Wait for messages, for the end of a process, and for events, which are polled. */
+static void rest(struct kvs_share *share, bool works, uint64_t until) {
+  struct pollfd polled[KVS_SHARE_RANKS + 1];
+  nfds_t count = 1;
+  uint64_t now = kvs_clock_ns(), ns = until > now ? until - now : 0, word;
+  polled[0] = (struct pollfd){.fd = share->wake, .events = POLLIN};
+  pthread_mutex_lock(&share->lock);
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    const struct kvs_share_link *link = &share->links[i];
+    int fd = link->state == KVS_LINK_LIVE                  ? link->socket
+             : link->state == KVS_LINK_GONE && !link->left ? link->process
+                                                           : -1;
+    if (link->state == KVS_LINK_GONE && has_ended(link->process)) fd = -1; /* only own work is waited for */
+    polled[count++] = (struct pollfd){.fd = fd, .events = POLLIN};
+  }
+  pthread_mutex_unlock(&share->lock);
+  if (works && ns > (uint64_t)POLL_NS) ns = (uint64_t)POLL_NS;
+  struct timespec limit = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+  (void)ppoll(polled, count, until == UINT64_MAX && !works ? NULL : &limit, NULL);
+  if (polled[0].revents && read(share->wake, &word, sizeof word) < 0) return; /* another round empties it */
+}
+
+static void *serve(void *arg) {
+  struct kvs_share *share = arg;
+  (void)prctl(PR_SET_TIMERSLACK, 1ul);
+  for (bool over = false; !over;) {
+    pthread_mutex_lock(&share->lock);
+    bool changed = round_locked(share);
+    bool works = kvs_bring_works(share, NULL) || kvs_bring_waits(share) || kvs_receive_works(share);
+    uint64_t until = kvs_receive_next_ns(share);
+    over = is_over(share);
+    if (over) {
+      say_bye(share);
+      share->stopped = true;
+      pthread_cond_broadcast(&share->changed);
+    }
+    pthread_mutex_unlock(&share->lock);
+    if (!over && !changed) rest(share, works, until);
+  }
+  return NULL;
+}
+
+/* -- closing ------------------------------------------------------------------------------------------------------- */
+
+int kvs_share_close(struct kvs_share *share, int64_t timeout_ns, struct kvs_error *err) {
+  uint64_t until = kvs_deadline(timeout_ns);
+  int status = KVS_OK;
+  if (share->pid != getpid()) return KVS_OK;
+  pthread_mutex_lock(&share->lock);
+  share->stop = true;
+  wake(share);
+  while (!share->stopped && !status)
+    if (!kvs_cond_wait(&share->changed, &share->lock, until))
+      status = kvs_fail(err, KVS_TIMEOUT, "pieces were still under way after %.1f s", (double)timeout_ns / 1e9);
+  bool join = !status && share->threaded;
+  if (join) share->threaded = false;
+  pthread_mutex_unlock(&share->lock);
+  if (join) (void)pthread_join(share->thread, NULL);
+  return status;
+}
+
+void kvs_share_ref(struct kvs_share *share) { atomic_fetch_add(&share->refs, 1); }
+
+/* In a forked child the memory stays: its locks may be held for ever. It also stays where pieces are still under way
+ * after a minute. */
+void kvs_share_unref(struct kvs_share *share) {
+  struct kvs_error ignored;
+  if (atomic_fetch_sub(&share->refs, 1) != 1 || share->pid != getpid()) return;
+  if (share->threaded && kvs_share_close(share, PATIENCE_NS, &ignored)) return;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (share->links[i].state != KVS_LINK_UNUSED) link_clear(share, &share->links[i]);
+  share_free(share);
+}
+
+/* -- jobs ---------------------------------------------------------------------------------------------------------- */
+
+int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
+                     const struct kvs_ids *gpu, struct kvs_share_job **made, struct kvs_error *err) {
+  int status = check_rank(share, 0, err);
+  if (status) return status;
+  if (direction != KVS_D2H && direction != KVS_H2D)
+    return kvs_fail(err, KVS_INVALID, "direction is %d: a job is D2H or H2D", (int)direction);
+  if (host->count != gpu->count)
+    return kvs_fail(err, KVS_INVALID, "host_ids has %zu ids and gpu_ids %zu: one each for a block", host->count,
+                    gpu->count);
+  pthread_mutex_lock(&share->lock);
+  status = share->stop ? kvs_fail(err, KVS_CLOSED, "the member is closed")
+                       : kvs_receive_begin(share, direction, host, gpu, made, err);
+  pthread_mutex_unlock(&share->lock);
+  if (status) return status;
+  (*made)->share = share;
+  kvs_share_ref(share);
+  wake(share);
+  return KVS_OK;
+}
+
+void kvs_share_job_ref(struct kvs_share_job *job) {
+  kvs_share_ref(job->share);
+  atomic_fetch_add(&job->refs, 1);
+}
+
+void kvs_share_job_unref(struct kvs_share_job *job) {
+  struct kvs_share *share = job->share;
+  if (atomic_fetch_sub(&job->refs, 1) == 1) kvs_receive_free(job);
+  kvs_share_unref(share);
+}
+
+struct kvs_share *kvs_share_job_share(const struct kvs_share_job *job) { return job->share; }
+
+bool kvs_share_job_done(struct kvs_share_job *job) {
+  if (job->share->pid != getpid()) return true;
+  pthread_mutex_lock(&job->share->lock);
+  bool done = job->state != KVS_STATE_RUNNING;
+  pthread_mutex_unlock(&job->share->lock);
+  return done;
+}
+
+int kvs_share_job_error(struct kvs_share_job *job, struct kvs_error *err) {
+  int status = check_rank(job->share, 0, err);
+  if (status) return status;
+  pthread_mutex_lock(&job->share->lock);
+  if (job->state != KVS_STATE_RUNNING && job->error.status) *err = job->error;
+  status = job->state == KVS_STATE_RUNNING ? KVS_OK : job->error.status;
+  pthread_mutex_unlock(&job->share->lock);
+  return status;
+}
+
+int kvs_share_job_wait(struct kvs_share_job *job, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_share *share = job->share;
+  uint64_t until = kvs_deadline(timeout_ns);
+  int status = check_rank(share, 0, err);
+  if (status) return status;
+  pthread_mutex_lock(&share->lock);
+  while (job->state == KVS_STATE_RUNNING && !status)
+    if (!kvs_cond_wait(&share->changed, &share->lock, until))
+      status = kvs_fail(err, KVS_TIMEOUT, "the job had not ended after %.3f s", (double)timeout_ns / 1e9);
+  pthread_mutex_unlock(&share->lock);
+  return status ? status : kvs_share_job_error(job, err);
+}
+
+size_t kvs_share_job_failed(struct kvs_share_job *job, uint32_t *positions, size_t capacity) {
+  size_t count = 0;
+  if (job->share->pid != getpid()) return 0;
+  pthread_mutex_lock(&job->share->lock);
+  for (size_t i = 0; job->state != KVS_STATE_RUNNING && i < job->count; i++) {
+    if (!job->failed[i]) continue;
+    if (count < capacity) positions[count] = (uint32_t)i;
+    count++;
+  }
+  pthread_mutex_unlock(&job->share->lock);
+  return count;
+}
+
+void kvs_share_job_get_info(struct kvs_share_job *job, struct kvs_share_job_info *info) {
+  struct kvs_share *share = job->share;
+  bool here = share->pid == getpid();
+  if (here) pthread_mutex_lock(&share->lock);
+  *info = (struct kvs_share_job_info){.state = job->state,
+                                      .direction = job->direction,
+                                      .nbytes = job->count * share->block_nbytes,
+                                      .num_blocks = job->count,
+                                      .elapsed_ns = job->ended_ns ? job->ended_ns - job->since_ns : 0,
+                                      .by_others = job->given};
+  if (here) pthread_mutex_unlock(&share->lock);
+}
+
+void kvs_share_get_stats(struct kvs_share *share, struct kvs_share_stats *stats) {
+  bool here = share->pid == getpid();
+  if (here) pthread_mutex_lock(&share->lock);
+  *stats = share->stats;
+  if (here) pthread_mutex_unlock(&share->lock);
+}

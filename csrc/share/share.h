@@ -1,0 +1,76 @@
+/* Links shared by processes: a member of a group brings pieces of others' transfers over its own link (state.h says
+ * how). The members know each other by rank; who they are and how they meet is the caller's. Private until engines use
+ * it: kvswap.share is the public form. */
+#ifndef KVS_SHARE_SHARE_H
+#define KVS_SHARE_SHARE_H
+
+#include "kvswap.h"
+
+struct kvs_share;     /* one member; reference-counted */
+struct kvs_share_job; /* one load or store; reference-counted */
+
+struct kvs_share_options {
+  /* Pairs of pools: host_pools are block-first in one shared pool, that all members have registered: block i of all of
+   * them together is the block_nbytes bytes at host + i * block_nbytes. */
+  struct kvs_pool *const *host_pools, *const *gpu_pools;
+  size_t npools;
+  uint64_t host, block_nbytes, num_blocks;
+  uint64_t piece_nbytes; /* about so much is brought at a time; a piece is whole blocks */
+  unsigned slots;        /* receive slots for each other member, 2 to 8 */
+  bool lends;            /* brings pieces of others */
+  double share;          /* what another member brings for each byte of the own link, 0.1 to 10 */
+  uint64_t stall_ns;     /* a member that answers nothing for so long is late */
+};
+
+struct kvs_share_stats {
+  uint64_t brought_for_others[2], brought_by_others[2]; /* bytes, by direction */
+  uint64_t pieces_late, answers_dropped, links_lost;
+};
+
+struct kvs_share_job_info {
+  enum kvs_state state;
+  enum kvs_direction direction;
+  uint64_t nbytes, num_blocks, elapsed_ns;
+  uint64_t by_others; /* bytes that came over other members' links */
+};
+
+int kvs_share_open(const struct kvs_share_options *, struct kvs_share **, struct kvs_error *);
+void kvs_share_ref(struct kvs_share *);
+void kvs_share_unref(struct kvs_share *); /* the last reference closes it */
+/* Stop: unfinished jobs fail with KVS_CLOSED for what had not begun. Waits for the pieces under way. KVS_TIMEOUT: it
+ * goes on, and may be called again. */
+int kvs_share_close(struct kvs_share *, int64_t timeout_ns, struct kvs_error *);
+
+/* What a member must agree on with others. */
+struct kvs_share_form {
+  uint64_t block_nbytes, num_blocks, slot_nbytes;
+  uint32_t piece_blocks, slots;
+};
+void kvs_share_get_form(const struct kvs_share *, struct kvs_share_form *);
+
+/* Meeting the member `rank`. First receive slots for it: *fd, which is the caller's, goes to it. Then a link: `socket`,
+ * a connected SOCK_SEQPACKET, and `process`, a pidfd or -1, are taken over in any case; `slots_fd` is the other's, of
+ * far_slots slots of the own form, and stays the caller's. kvs_share_unmeet: give the slots back before a link is made.
+ * KVS_BUSY: an earlier member of that rank has not ended. */
+int kvs_share_meet(struct kvs_share *, unsigned rank, int *fd, struct kvs_error *);
+int kvs_share_link(struct kvs_share *, unsigned rank, int socket, int process, int slots_fd, unsigned far_slots,
+                   bool lends, struct kvs_error *);
+void kvs_share_unmeet(struct kvs_share *, unsigned rank);
+uint32_t kvs_share_linked(struct kvs_share *); /* a bit for each rank that has a link */
+int kvs_share_wait_linked(struct kvs_share *, uint32_t ranks, int64_t timeout_ns, struct kvs_error *);
+
+/* Copy blocks host[i] -> gpu[i], or back. The blocks belong to the job until it has ended. The first part is queued in
+ * the call; the rest by the member's thread. */
+int kvs_share_submit(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
+                     struct kvs_share_job **, struct kvs_error *);
+void kvs_share_job_ref(struct kvs_share_job *);
+void kvs_share_job_unref(struct kvs_share_job *);
+struct kvs_share *kvs_share_job_share(const struct kvs_share_job *); /* borrowed */
+bool kvs_share_job_done(struct kvs_share_job *);
+int kvs_share_job_wait(struct kvs_share_job *, int64_t timeout_ns, struct kvs_error *);
+int kvs_share_job_error(struct kvs_share_job *, struct kvs_error *);
+size_t kvs_share_job_failed(struct kvs_share_job *, uint32_t *positions, size_t capacity);
+void kvs_share_job_get_info(struct kvs_share_job *, struct kvs_share_job_info *);
+void kvs_share_get_stats(struct kvs_share *, struct kvs_share_stats *);
+
+#endif

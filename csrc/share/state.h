@@ -1,0 +1,167 @@
+/* The structs behind a member of a group of processes that share their links (share.h). For share/ only.
+ *
+ * A member has one thread, which makes all messages, polls all events, and queues all pieces; `lock` is held for each
+ * round of it and by each call. Two roles, both of every member:
+ *
+ *   receiver (receive.c): owns the receive slots, in its own memory, so many for each other member. It says which piece
+ *     comes into which slot (TAKE), and copies between the slot and its blocks. Only it decides when a slot is used
+ *     again.
+ *   bringer (bring.c): has the other's slots mapped for its own device. It carries a piece over its own link through a
+ *     bounce slot, in its own memory, and answers (DONE) after the event behind the last copy was reached: a wait that
+ *     another process queued on the event could pass before the event is recorded.
+ *
+ * States of a receive slot, all moved by the member's thread under lock:
+ *
+ *   FREE --to the GPU: TAKE is sent------------------------> ASKED --DONE--> ARRIVED --a copy is queued--> EMPTYING -->
+ * FREE FREE --to the host: a copy is queued--> FILLING --TAKE--> ASKED --DONE--> FREE ASKED --the limit passed: DROP is
+ * sent, the piece goes over the own link--> LATE --DONE--> FREE any --the link ended, without a BYE--> as LATE, until
+ * the process has ended
+ *
+ * A slot is ASKED or LATE exactly while another process may access it. Its generation rises with each TAKE: a DONE of
+ * another generation is dropped.
+ *
+ * States of a link: UNUSED -> MADE (it has slots) -> LIVE (it has a socket) -> GONE (the other member has ended or
+ * failed) -> UNUSED (no work of this process uses its memory, and the other process has ended or said BYE). */
+#ifndef KVS_SHARE_STATE_H
+#define KVS_SHARE_STATE_H
+
+#include "lanes/state.h"
+#include "share/share.h"
+#include "share/wire.h"
+
+enum {
+  KVS_SHARE_RANKS = 16,
+  KVS_SHARE_SLOTS = 8, /* most receive slots for one member */
+  KVS_SHARE_BOUNCES = 4,
+  KVS_SHARE_ON_LINK = 2, /* pieces of others on the link, in each direction */
+  KVS_SHARE_MOVES = 32,  /* copies between slots and blocks that are under way */
+  KVS_SHARE_OWN = 2,     /* transfers of a job over the own link that are under way */
+  KVS_SHARE_STREAMS = 4, /* pairs of streams; jobs take them in turn */
+};
+
+enum kvs_share_slot_state {
+  KVS_SLOT_FREE,
+  KVS_SLOT_FILLING,
+  KVS_SLOT_ASKED,
+  KVS_SLOT_ARRIVED,
+  KVS_SLOT_EMPTYING,
+  KVS_SLOT_LATE
+};
+
+struct kvs_share_slot {
+  enum kvs_share_slot_state state;
+  bool recalled; /* ASKED: the own link would take it, if it has not begun */
+  uint32_t generation;
+  struct kvs_share_job *job; /* FILLING to EMPTYING; LATE of a store */
+  uint32_t piece;
+};
+
+/* A TAKE that waits for its turn. */
+struct kvs_share_request {
+  uint32_t generation, direction, count;
+  uint16_t slot;
+  uint32_t ids[KVS_SHARE_BLOCKS];
+};
+
+enum kvs_share_link_state { KVS_LINK_UNUSED, KVS_LINK_MADE, KVS_LINK_LIVE, KVS_LINK_GONE };
+
+struct kvs_share_link {
+  enum kvs_share_link_state state;
+  unsigned rank;
+  int socket, process; /* process: a pidfd, readable once the other process has ended; -1: unknown */
+  bool left;           /* it has said BYE */
+  bool broken;         /* a message could not be sent, or broke the rules: it ends in this round */
+  bool lends;          /* pieces may be asked of it */
+  /* As receiver: */
+  uint64_t near;           /* address of the slots */
+  struct kvs_pool **pools; /* the slots, as blocks: one pool for each pool of the host */
+  struct kvs_share_slot slots[KVS_SHARE_SLOTS];
+  uint64_t heard_ns;  /* when it last answered, or was asked while it had nothing to do */
+  uint64_t paused_ns; /* asked nothing before: it was late */
+  /* As bringer: */
+  uint64_t far; /* its slots, mapped here; 0: none */
+  unsigned far_slots;
+  struct kvs_share_request *requests; /* a ring of KVS_SHARE_SLOTS */
+  unsigned first, waiting;
+};
+
+/* A piece on its way over this member's link. */
+struct kvs_share_bounce {
+  bool busy, on_link;
+  struct kvs_share_link *link;
+  struct kvs_share_request asked; /* without its ids */
+  uint64_t ptr, nbytes;
+  kvs_stream stream;
+  int status;             /* of queueing; then the stream is idle at the end, not the event reached */
+  kvs_event crossed, end; /* the piece has crossed the link; no copy of it is left */
+};
+
+/* A copy between the slots of one link and blocks of the GPU. */
+struct kvs_share_move {
+  struct kvs_transfer *transfer; /* NULL: unused */
+  struct kvs_share_link *link;
+  struct kvs_share_job *job;
+  uint32_t slots; /* a bit each */
+};
+
+struct kvs_share_own {
+  struct kvs_transfer *transfer; /* NULL: unused */
+  uint32_t *pieces;
+  size_t count;
+};
+
+struct kvs_share_job {
+  atomic_uint refs;
+  struct kvs_share *share; /* its handle holds a reference */
+  struct kvs_share_job *next;
+  enum kvs_direction direction;
+  int64_t *host, *gpu; /* ids */
+  size_t count, npieces;
+  unsigned streams;    /* which pair */
+  kvs_event start;     /* what the compute stream had when the job was submitted */
+  size_t head, tail;   /* pieces [head, tail) are nobody's yet: the own link takes from the front, others from behind */
+  uint32_t *again;     /* pieces that others did not bring, for the own link */
+  size_t nagain, left; /* left: pieces that have not ended */
+  size_t late;         /* of a store: pieces that a late member may still write to the host */
+  struct kvs_share_own own[KVS_SHARE_OWN];
+  uint64_t given;  /* bytes that others brought */
+  uint8_t *failed; /* by position */
+  size_t nfailed;
+  uint64_t since_ns, ended_ns;
+  struct kvs_error error;
+  enum kvs_state state;
+};
+
+struct kvs_share {
+  atomic_uint refs;
+  pid_t pid; /* a forked child has no thread */
+  struct kvs_engine *engine;
+  struct kvs_pool **host_pools, **gpu_pools;
+  size_t npools;
+  /* The host's blocks, one run each. */
+  uint64_t host_base, block_nbytes, num_blocks;
+  uint8_t *cut; /* by block: another registration begins behind it */
+  uint32_t piece_blocks;
+  uint64_t slot_nbytes;
+  unsigned nslots;
+  struct kvs_share_options asked;
+
+  pthread_mutex_t lock;
+  pthread_cond_t changed; /* a job has ended, a link has come or gone */
+  pthread_t thread;
+  bool threaded, stop, stopped;
+  int wake;
+  struct kvs_share_link links[KVS_SHARE_RANKS]; /* by rank */
+  struct kvs_share_bounce bounces[KVS_SHARE_BOUNCES];
+  uint64_t bounce_memory;
+  unsigned last_served;                     /* rank whose piece was begun last */
+  struct kvs_copies copies;                 /* room for a piece */
+  kvs_stream streams[KVS_SHARE_STREAMS][2]; /* for slots, and for the own link */
+  struct kvs_share_move moves[KVS_SHARE_MOVES];
+  struct kvs_share_job *jobs; /* unfinished, oldest first */
+  unsigned njobs;             /* submitted so far */
+  struct kvs_share_stats stats;
+  struct kvs_share_message message, incoming; /* the last one that was sent, and that came */
+};
+
+#endif

@@ -1,0 +1,187 @@
+"""Processes of one user that share the links of their GPUs, and one copy of the cache on the host.
+
+    memory = kvswap.memory.SharedPool("kv", num_blocks, slot_nbytes, create=None, layers=32, device=device)
+    with kvswap.share.join("engine", rank, memory, gpu_pools) as member:
+        member.load(host_ids, gpu_ids).wait(10)
+
+docs/share.md says how it works and what it takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import re
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kvswap import _C
+from kvswap._C import ShareTransfer
+from kvswap._timeouts import seconds
+from kvswap.share._meet import Meeting
+from kvswap.typing import Ids, ShareStats
+
+__all__ = ["Member", "ShareTransfer", "join"]
+
+_MOST_RANKS = 16
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+class Member:
+    """One process of a group. From join(). Any thread may use it; a forked child must join anew."""
+
+    def __init__(self, core: _C._Share, meeting: Meeting, group: str, rank: int) -> None:
+        """Use join()."""
+        self._core, self._meeting = core, meeting
+        self._group, self._rank = group, rank
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This member's number in the group."""
+        return self._rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks of the other members that are here now, ascending."""
+        linked = self._core.linked()
+        return tuple(rank for rank in range(_MOST_RANKS) if linked >> rank & 1)
+
+    def wait_peers(self, ranks: Sequence[int], timeout: float | None = 60) -> None:
+        """Wait until all these members are here. TimeoutError: not all came in time."""
+        mask = 0
+        for index, rank in enumerate(ranks):
+            mask |= 1 << _rank(rank, f"ranks[{index}]")
+        self._core.wait_linked(mask & ~(1 << self._rank), seconds(timeout))
+
+    def load(self, host_ids: Ids, gpu_ids: Ids) -> ShareTransfer:
+        """Copy host block host_ids[i] to GPU block gpu_ids[i], each in every pool; other members' links take part.
+
+        Starts after the work that is queued on the device's compute stream now. Unlike other transfers it is not all
+        queued when the call returns: it goes on in a thread, no stream waits for it, and its blocks on both sides
+        belong to it until it has ended. What others do not bring in time comes over this process's own link.
+
+        IndexError: a block that does not exist. ValueError: a destination named twice, or lists of unequal length.
+        QueueFull: too many unfinished transfers.
+        """
+        return self._core.submit("H2D", host_ids, gpu_ids)
+
+    def store(self, gpu_ids: Ids, host_ids: Ids) -> ShareTransfer:
+        """Copy GPU block gpu_ids[i] to host block host_ids[i]. As load(). A store that a member took part in that has
+        stopped without ending, as by SIGSTOP, does not end before that process goes on or ends: it may still write."""
+        return self._core.submit("D2H", host_ids, gpu_ids)
+
+    def stats(self) -> ShareStats:
+        """Counts since the member joined."""
+        return self._core.stats()
+
+    def close(self, timeout: float | None = 60) -> None:
+        """Leave the group. Unfinished transfers fail, except for the blocks that are under way. A second call does
+        nothing. TimeoutError: pieces were still under way; call again."""
+        self._meeting.close()
+        self._core.close(seconds(timeout))
+
+    def __enter__(self) -> Member:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<kvswap.share.Member {self._rank} of {self._group!r}, with {list(self.peers)}>"
+
+
+def join(
+    group: str,
+    rank: int,
+    memory: _C.SharedPool,
+    gpu: _C.Pool | Sequence[_C.Pool],
+    *,
+    host: _C.Pool | Sequence[_C.Pool] | None = None,
+    lend: bool = True,
+    slots: int = 4,
+    piece_nbytes: int = 4 << 20,
+    share: float = 1.0,
+    stall: float = 0.02,
+) -> Member:
+    """Join a group of processes of this user on this machine, each with a device of its own.
+
+    group: the same name in each process: 1 to 40 letters, digits, '.', '_' or '-'. rank: 0 to 15, each once.
+    memory: the blocks on the host: a SharedPool, block-first and registered, that each member has opened by its name.
+    gpu: pools in memory of the device of `memory`. host: as many Pools in `memory`: the blocks of host[i] and gpu[i]
+      are copied. None: memory.pool() for one pool, else memory's layers, one for each pool.
+    lend: bring pieces for the others, when no transfer of this process uses the link in that direction.
+    slots: pieces that each other member may bring at a time, 2 to 8; so much memory of the device is taken for each of
+      them, and as much for 4 pieces once. piece_nbytes: about the size of a piece, which is whole blocks, at most
+      64 MiB.
+    share: bytes that another member brings for each byte that comes over the own link, 0.1 to 10.
+    stall: seconds; a member that answers nothing for so long is not waited for.
+
+    Members may come and go at any time: Member.peers says who is here. Joining allocates memory and makes streams:
+    do it before the model runs. Members of one group must agree on memory and piece_nbytes; others stay apart, and the
+    log says why. kvswap.Error: another process has the rank, or no socket can be made.
+    """
+    if not _NAME.fullmatch(group):
+        raise ValueError(f"group is {group!r}: 1 to 40 letters, digits, '.', '_' or '-'")
+    rank = _rank(rank, "rank")
+    if not isinstance(memory, _C.SharedPool):
+        raise TypeError(f"memory must be a SharedPool, not {type(memory).__name__}")
+    gpus = (gpu,) if isinstance(gpu, _C.Pool) else tuple(gpu)
+    if not gpus:
+        raise ValueError("gpu has no pools: at least one is needed")
+    hosts = _pools_of(memory, len(gpus)) if host is None else (host,) if isinstance(host, _C.Pool) else tuple(host)
+    core = _C._Share(
+        hosts,
+        gpus,
+        memory.ptr,
+        memory.slot_nbytes,
+        memory.num_blocks,
+        int(piece_nbytes),
+        int(slots),
+        bool(lend),
+        float(share),
+        float(stall),
+    )
+    meeting = Meeting(core, group, rank, memory, bool(lend))
+    member = Member(core, meeting, group, rank)
+    if not _members:
+        atexit.register(_close_all)  # before the devices are shut down, which open earlier
+    _members.add(member)
+    return member
+
+
+def _rank(rank: int, name: str) -> int:
+    if not 0 <= rank < _MOST_RANKS:
+        raise IndexError(f"{name} is {rank}; a group has ranks 0 to {_MOST_RANKS - 1}")
+    return int(rank)
+
+
+def _pools_of(memory: _C.SharedPool, count: int) -> tuple[_C.Pool, ...]:
+    if count == 1:
+        return (memory.pool(),)
+    if memory.layers != count:
+        raise ValueError(f"gpu has {count} pools, and memory {memory.layers} layers: give host, a Pool for each")
+    pools: list[_C.Pool] = []
+    for ptr in memory.layer_ptrs():
+        options: dict[str, Any] = {"group": pools[0]} if pools else {}
+        pools.append(
+            _C.Pool(
+                memory.device, int(ptr), memory.num_blocks, memory.layer_nbytes, stride=memory.slot_nbytes, **options
+            )
+        )
+    return tuple(pools)
+
+
+def _close_all() -> None:
+    for member in list(_members):
+        with contextlib.suppress(Exception):
+            member.close(10)

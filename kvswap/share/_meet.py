@@ -1,0 +1,280 @@
+"""How members of a group meet: each listens on a socket of its own, and connects to those of lower rank.
+
+The sockets are in the user's folder of kvswap's sockets (mode 0700, owner checked). Both sides ask the kernel for the
+other's user. Each sends one message: a record of fixed size, and a descriptor of the receive slots that it has for the
+other. Then the socket belongs to csrc/share. A thread of each member does this, one connection at a time, each within
+two seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvswap import _C
+from kvswap._log import logger
+from kvswap._top_socket import peer_of, prepare_folder, start_time
+
+_logger = logger("kvswap.share")
+
+# magic, rank, slots, pid, start time, lends; of the memory: generation, blocks, their bytes; bytes of a slot; path
+_HELLO = struct.Struct("<8sIIq20s?QQQQ128s")
+_AGREED = _HELLO.size - 160  # both have the same from the generation on
+_MAGIC = b"kvshare1"
+_SECONDS = 2.0  # for one meeting
+_LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # between attempts to reach members of lower rank
+_BACKLOG = 16
+
+
+class Meeting:
+    """Makes the links of a member until close(). kvswap.Error: another process has the rank."""
+
+    def __init__(self, core: _C._Share, group: str, rank: int, memory: _C.SharedPool, lends: bool) -> None:
+        self._core, self._group, self._rank = core, group, rank
+        self._folder = prepare_folder()
+        block, blocks, slot, _, slots = core.form()
+        pid = os.getpid()
+        start = start_time(pid).encode()
+        path = memory.path.encode()
+        self._hello = _HELLO.pack(_MAGIC, rank, slots, pid, start, lends, memory.generation, blocks, block, slot, path)
+        self._agreed = self._hello[_AGREED:]
+        self._said: set[str] = set()
+        self._listening = self._listen()
+        self._wake, self._woken = socket.socketpair()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="kvswap-meet", daemon=True)
+        self._thread.start()
+        _meetings.add(self)
+
+    def close(self) -> None:
+        """Meet nobody any more. The links stay."""
+        if self._stop:
+            return
+        self._stop = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join(3 * _SECONDS)
+        with contextlib.suppress(OSError):
+            self._path(self._rank).unlink()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for one in (self._listening, self._wake, self._woken):
+            one.close()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"share-{self._group}.{rank}.sock"
+
+    # -- listening ---------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        path = str(self._path(self._rank))
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _locked(self._folder):
+                if _is_taken(path):
+                    raise _C.Error(f"another process has rank {self._rank} of group {self._group!r}: take another rank")
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                listening.bind(path)
+                os.chmod(path, 0o600)
+                listening.listen(_BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise _C.Error(f"cannot listen on {path}: {error.strerror}") from None
+        except BaseException:
+            listening.close()
+            raise
+        listening.setblocking(False)
+        return listening
+
+    def _run(self) -> None:
+        pause, missing = _LEAST_PAUSE, 0
+        while not self._stop:
+            linked = self._core.linked()
+            now_missing = ~linked & ((1 << self._rank) - 1)
+            pause = _LEAST_PAUSE if now_missing & ~missing else min(2 * pause, _MOST_PAUSE)
+            missing = now_missing
+            for rank in range(self._rank):
+                if missing >> rank & 1 and not self._stop:
+                    self._guarded(rank)
+            try:
+                ready, _, _ = select.select([self._listening, self._woken], [], [], pause if self._rank else None)
+            except (OSError, ValueError):
+                return  # closed
+            if self._listening in ready:
+                self._guarded(None)
+                pause = _LEAST_PAUSE
+
+    def _guarded(self, rank: int | None) -> None:
+        """One meeting. What fails is said once, and tried again later."""
+        try:
+            if rank is None:
+                self._admit()
+            else:
+                self._reach(rank)
+        except (OSError, _C.Error, ValueError, MemoryError) as error:
+            text = f"{'a member' if rank is None else f'rank {rank}'} of group {self._group!r} takes no part: {error}"
+            level = _logger.debug if isinstance(error, OSError) or text in self._said else _logger.warning
+            self._said.add(text)
+            level("%s", text)
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _reach(self, rank: int) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_SECONDS)
+            try:
+                connection.connect(str(self._path(rank)))
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+                    return  # not there yet
+                raise
+            _check_peer(connection)
+            with self._slots(rank) as fd:
+                socket.send_fds(connection, [self._hello], [fd])
+                self._greet(connection, rank)
+
+    def _admit(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return
+        with connection:
+            connection.settimeout(_SECONDS)
+            _check_peer(connection)
+            hello, fds = _receive(connection)
+            try:
+                rank = self._check(hello)
+                if rank <= self._rank:
+                    raise ValueError(f"rank {rank} connects to rank {self._rank}: only higher ranks do")
+                with self._slots(rank) as fd:
+                    socket.send_fds(connection, [self._hello], [fd])
+                    self._link(connection, rank, hello, fds)
+            finally:
+                _close(fds)
+
+    @contextlib.contextmanager
+    def _slots(self, rank: int) -> Iterator[int]:
+        """Slots for that member, which are given back if no link is made."""
+        fd = self._core.meet(rank)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+            self._core.unmeet(rank)
+
+    def _greet(self, connection: socket.socket, rank: int) -> None:
+        hello, fds = _receive(connection)
+        try:
+            if self._check(hello) != rank:
+                raise ValueError(f"the socket of rank {rank} belongs to another rank")
+            self._link(connection, rank, hello, fds)
+        finally:
+            _close(fds)
+
+    def _check(self, hello: bytes) -> int:
+        if len(hello) != _HELLO.size or hello[:8] != _MAGIC:
+            raise ValueError(f"its first message, of {len(hello)} bytes, is no greeting: use one version of kvswap")
+        if hello[_AGREED:] != self._agreed:
+            raise ValueError("it has another shared pool, or pieces of another size")
+        rank: int = _HELLO.unpack(hello)[1]
+        return rank
+
+    def _link(self, connection: socket.socket, rank: int, hello: bytes, fds: list[int]) -> None:
+        _, _, slots, pid, start, lends, *_ = _HELLO.unpack(hello)
+        if len(fds) != 1:
+            raise ValueError(f"{len(fds)} descriptors came with its greeting, not one")
+        process = _process(connection, pid, start.rstrip(b"\0").decode())
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._core.link(rank, os.dup(connection.fileno()), process, fds[0], slots, lends)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size + 1, 4, socket.MSG_CMSG_CLOEXEC)
+    return hello, fds
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _check_peer(connection: socket.socket) -> None:
+    _, uid = peer_of(connection)
+    if uid != os.geteuid():
+        raise ValueError(f"it is a process of user {uid}")
+
+
+def _process(connection: socket.socket, pid: int, start: str) -> int:
+    """A pidfd of the other process; -1: it is in another pid namespace, and its end cannot be seen."""
+    if peer_of(connection)[0] != pid:
+        return -1
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    if start_time(pid) == start:
+        return process
+    os.close(process)
+    return -1
+
+
+def _is_taken(path: str) -> bool:
+    """Whether a process listens there. The socket of one that was killed refuses."""
+    if not os.path.exists(path):
+        return False
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise _C.Error(f"{path} is no socket: remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process of this user at a time, within two seconds."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    until = time.monotonic() + _SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise _C.Error(
+                        f"{folder} has been locked for {_SECONDS:g} s: another process joins a group"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+_meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for meeting in list(_meetings):
+        meeting._stop = True
+        meeting._close_sockets()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,584 @@
+"""Links shared by processes: every byte of loads and stores; members that are late, break the rules or are killed."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Buffer, elsewhere, until
+
+import kvswap
+from kvswap import share
+from kvswap._top_socket import prepare_folder, start_time
+from kvswap.memory import SharedPool
+from kvswap.share import _meet
+
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
+KIB = 1 << 10
+LAYERS, PAGE, BLOCKS = 3, 4 * KIB, 400
+BLOCK = LAYERS * PAGE
+PIECE = 8 * BLOCK
+names = iter(range(1 << 20))
+
+MEMBER = """
+import json, sys
+import kvswap
+from kvswap import share
+from kvswap.memory import SharedPool
+given = json.loads(sys.argv[1])
+device = kvswap.Device(given["device"])
+memory = SharedPool(given["name"], given["blocks"], given["block"], create=False, layers=given["layers"], device=device)
+page = given["block"] // given["layers"]
+buffers = [device.alloc(given["blocks"] * page) for _ in range(given["layers"])]
+pools = []
+for buffer in buffers:
+    pools.append(kvswap.Pool(device, buffer.ptr, given["blocks"], page, **({"group": pools[0]} if pools else {})))
+member = share.join(given["name"], given["rank"], memory, pools, **given["options"])
+for line in sys.stdin:
+    print(json.dumps(eval(line)), flush=True)
+member.close(30)
+"""
+
+
+class Other:
+    """A member in a process of its own, which evaluates lines."""
+
+    def __init__(self, name: str, rank: int, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK,
+                 **options: Any) -> None:  # fmt: skip
+        given = {
+            "name": name,
+            "rank": rank,
+            "device": f"host:{rank}",
+            "layers": layers,
+            "blocks": blocks,
+            "block": block,
+        }
+        given["options"] = {"piece_nbytes": PIECE, **options}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(MEMBER), json.dumps(given)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **elsewhere(),
+        )  # fmt: skip
+
+    def ask(self, line: str) -> Any:
+        assert self.popen.stdin is not None and self.popen.stdout is not None
+        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.flush()
+        return json.loads(self.popen.stdout.readline())
+
+    def stop(self, how: int = signal.SIGKILL) -> None:
+        self.popen.send_signal(how)
+
+    def end(self) -> int:
+        self.popen.communicate(timeout=PATIENCE)
+        return self.popen.returncode
+
+
+class Here:
+    """The member under test, in this process: its blocks on both sides, and what they should hold."""
+
+    def __init__(
+        self, name: str, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK, **options: Any
+    ) -> None:
+        self.name, self.layers, self.blocks, self.page = name, layers, blocks, block // layers
+        self.device = kvswap.Device("host:0")
+        self.memory = SharedPool(name, blocks, block, layers=layers, device=self.device)
+        self.buffers = [Buffer(self.device, blocks * self.page) for _ in range(layers)]
+        self.pools: list[kvswap.Pool] = []
+        for buffer in self.buffers:
+            group: Any = {"group": self.pools[0]} if self.pools else {}
+            self.pools.append(kvswap.Pool(self.device, buffer.ptr, blocks, self.page, **group))
+        self.rng = np.random.default_rng(blocks)
+        self.options = {"piece_nbytes": PIECE, "stall": 10.0, **options}
+        self.hosts = share._pools_of(self.memory, layers)
+        self.member = share.join(name, 0, self.memory, self.pools, host=self.hosts, **self.options)
+        self.fill()
+
+    def fill(self) -> None:
+        for layer in range(self.layers):
+            self.memory.layer(layer)[:] = self.rng.integers(0, 256, (self.blocks, self.page), dtype=np.uint8)
+            self.buffers[layer].put(self.rng.integers(0, 256, self.blocks * self.page, dtype=np.uint8))
+
+    def gpu(self, layer: int) -> Any:
+        return self.buffers[layer].get().reshape(self.blocks, self.page)
+
+    def ids(self, count: int) -> tuple[Any, Any]:
+        return self.rng.permutation(self.blocks)[:count], self.rng.permutation(self.blocks)[:count]
+
+    def check_load(self, count: int, during: Callable[[], object] = lambda: None) -> share.ShareTransfer:
+        host, gpu = self.ids(count)
+        wanted = [self.gpu(layer).copy() for layer in range(self.layers)]
+        for layer in range(self.layers):
+            wanted[layer][gpu] = self.memory.layer(layer)[host]
+        transfer = self.member.load(host, gpu)
+        during()
+        transfer.wait(PATIENCE)
+        assert all(np.array_equal(self.gpu(layer), wanted[layer]) for layer in range(self.layers))
+        return transfer
+
+    def check_store(self, count: int, during: Callable[[], object] = lambda: None) -> share.ShareTransfer:
+        host, gpu = self.ids(count)
+        wanted = [self.memory.layer(layer).copy() for layer in range(self.layers)]
+        for layer in range(self.layers):
+            wanted[layer][host] = self.gpu(layer)[gpu]
+        transfer = self.member.store(gpu, host)
+        during()
+        transfer.wait(PATIENCE)
+        assert all(np.array_equal(self.memory.layer(layer), wanted[layer]) for layer in range(self.layers))
+        return transfer
+
+    def close(self) -> None:
+        self.member.close(PATIENCE)
+        self.pools, self.hosts = [], ()
+        self.memory.close(PATIENCE, force=True)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"share{os.getpid()}.{next(names)}"
+
+
+@pytest.fixture
+def here(name: str) -> Iterator[Here]:
+    one = Here(name)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def other(here: Here) -> Iterator[Other]:
+    one = Other(here.name, 1)
+    here.member.wait_peers([1], PATIENCE)
+    yield one
+    one.stop(signal.SIGCONT)
+    one.stop()
+    one.end()
+
+
+# -- right bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_others_bring_a_share_of_each_load_and_store(here: Here, other: Other) -> None:
+    by_others = [0, 0]
+    for count in (BLOCKS, 1, 7, 8, 9, 100, BLOCKS, 0, 333):
+        by_others[0] += here.check_load(count).by_others
+        by_others[1] += here.check_store(count).by_others
+    assert all(by_others)
+    mine, theirs = here.member.stats(), other.ask("member.stats()")
+    assert [mine["brought_by_others_h2d"], mine["brought_by_others_d2h"]] == by_others
+    assert [theirs["brought_for_others_h2d"], theirs["brought_for_others_d2h"]] == by_others
+    assert mine["pieces_late"] == mine["answers_dropped"] == mine["links_lost"] == 0
+    assert here.member.peers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layers", "page", "blocks", "piece"), [(1, 1000, 300, 4000), (5, 24, 2000, 9000), (2, 70001, 40, 1)]
+)
+def test_any_form(name: str, layers: int, page: int, blocks: int, piece: int) -> None:
+    """Sizes that are no multiple of anything, and pieces of one block."""
+    form: dict[str, Any] = {"layers": layers, "blocks": blocks, "block": layers * page, "piece_nbytes": piece}
+    here = Here(name, **form)
+    other = Other(name, 1, **form)
+    here.member.wait_peers([1], PATIENCE)
+    moved = sum(here.check_load(blocks).by_others + here.check_store(blocks).by_others for _ in range(5))
+    assert moved > 0
+    here.close()
+    other.end()
+
+
+def test_several_at_once(here: Here, other: Other) -> None:
+    """Jobs of both directions from several threads, over disjoint blocks."""
+    host, gpu = here.ids(BLOCKS)
+    wanted_gpu = [here.gpu(layer).copy() for layer in range(LAYERS)]
+    wanted_host = [here.memory.layer(layer).copy() for layer in range(LAYERS)]
+    parts = np.array_split(np.arange(BLOCKS), 8)
+    for i, part in enumerate(parts):
+        for layer in range(LAYERS):
+            if i % 2:
+                wanted_gpu[layer][gpu[part]] = here.memory.layer(layer)[host[part]]
+            else:
+                wanted_host[layer][host[part]] = here.gpu(layer)[gpu[part]]
+
+    def run(i: int) -> None:
+        if i % 2:
+            here.member.load(host[parts[i]], gpu[parts[i]]).wait(PATIENCE)
+        else:
+            here.member.store(gpu[parts[i]], host[parts[i]]).wait(PATIENCE)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    for layer in range(LAYERS):
+        assert np.array_equal(here.gpu(layer), wanted_gpu[layer])
+        assert np.array_equal(here.memory.layer(layer), wanted_host[layer])
+
+
+def test_three_members(here: Here, other: Other) -> None:
+    third = Other(here.name, 2)
+    here.member.wait_peers([1, 2], PATIENCE)
+    for _ in range(4):
+        here.check_load(BLOCKS)
+        here.check_store(BLOCKS)
+    brought = [each.ask("member.stats()") for each in (other, third)]
+    assert all(each["brought_for_others_h2d"] and each["brought_for_others_d2h"] for each in brought)
+    assert other.ask("member.peers") == [0, 2]
+    third.end()
+    until(lambda: here.member.peers == (1,))
+    assert here.member.stats()["links_lost"] == 0
+
+
+def test_one_that_lends_nothing_is_asked_nothing(name: str) -> None:
+    here, other = Here(name), Other(name, 1, lend=False)
+    here.member.wait_peers([1], PATIENCE)
+    assert here.check_load(BLOCKS).by_others == here.check_store(BLOCKS).by_others == 0
+    here.close()
+    other.end()
+
+
+def test_alone_all_comes_over_the_own_link(here: Here) -> None:
+    assert here.check_load(BLOCKS).by_others == here.check_store(BLOCKS).by_others == 0
+    assert here.member.peers == ()
+
+
+def test_a_transfer_says_what_it_is(here: Here) -> None:
+    transfer = here.member.load([1, 2], [3, 4])
+    transfer.wait(PATIENCE)
+    assert transfer.done() and transfer.error is None and transfer.state == "done"
+    assert (transfer.direction, transfer.num_blocks, transfer.nbytes) == ("H2D", 2, 2 * BLOCK)
+    assert repr(transfer) == "<kvswap.share.ShareTransfer load of 2 blocks, done>"
+    assert transfer.cancel() is False and transfer.failed_positions.size == 0
+    with pytest.raises(IndexError, match=r"host_ids\[1\] is 400; the pool has 400 blocks, 0 to 399"):
+        here.member.load([1, 400], [3, 4])
+    with pytest.raises(IndexError, match=r"gpu_ids\[0\] is -1"):
+        here.member.store([-1], [3])
+    with pytest.raises(ValueError, match=r"gpu_ids\[1\] is 3, which is named before"):
+        here.member.load([1, 2], [3, 3])
+    with pytest.raises(ValueError, match="host_ids has 1 ids and gpu_ids 2"):
+        here.member.load([1], [3, 4])
+
+
+# -- members that come and go ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_taken_once(here: Here, other: Other) -> None:
+    with pytest.raises(kvswap.Error, match="another process has rank 1 of group"):
+        share.join(here.name, 1, here.memory, here.pools, host=here.hosts)
+
+
+def test_it_comes_again_after_it_was_killed(here: Here, other: Other) -> None:
+    other.stop()
+    other.end()
+    until(lambda: here.member.peers == ())
+    again = Other(here.name, 1)
+    here.member.wait_peers([1], PATIENCE)
+    here.check_load(BLOCKS)
+    here.check_store(BLOCKS)
+    assert here.member.stats()["links_lost"] == 1
+    assert again.end() == 0
+
+
+def test_others_of_another_form_stay_apart(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    other = Other(here.name, 1, piece_nbytes=2 * PIECE)
+    until(lambda: "it has another shared pool, or pieces of another size" in caplog.text)
+    assert here.member.peers == ()
+    other.stop()
+    other.end()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_at_any_time(here: Here, seed: int) -> None:
+    """Whatever the other was doing: all blocks are right, soon."""
+    chance = random.Random(seed)
+    other = Other(here.name, 1)
+    here.member.wait_peers([1], PATIENCE)
+    killer = threading.Timer(chance.random() * 0.05, other.stop)
+    begin = time.monotonic()
+    killer.start()
+    while here.member.peers or time.monotonic() < begin + 0.1:
+        here.check_load(chance.randrange(BLOCKS)), here.check_store(chance.randrange(BLOCKS))
+        assert time.monotonic() < begin + PATIENCE
+    other.end()
+    here.check_load(BLOCKS), here.check_store(BLOCKS)
+
+
+@pytest.fixture
+def hasty(name: str) -> Iterator[Here]:
+    one = Here(name, stall=0.2)
+    yield one
+    one.close()
+
+
+def test_a_load_goes_on_without_one_that_has_stopped(hasty: Here) -> None:
+    other = Other(hasty.name, 1)
+    hasty.member.wait_peers([1], PATIENCE)
+    other.stop(signal.SIGSTOP)
+    hasty.check_load(BLOCKS)
+    assert hasty.member.stats()["pieces_late"] > 0
+    other.stop(signal.SIGCONT)
+    until(lambda: hasty.check_load(BLOCKS).by_others > 0)
+    assert other.end() == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGCONT, signal.SIGKILL])
+def test_a_store_ends_when_one_that_has_stopped_writes_no_more(hasty: Here, how: int) -> None:
+    other = Other(hasty.name, 1)
+    hasty.member.wait_peers([1], PATIENCE)
+    other.stop(signal.SIGSTOP)
+
+    host, gpu = hasty.ids(BLOCKS)
+    transfer = hasty.member.store(gpu, host)
+    with pytest.raises(TimeoutError):
+        transfer.wait(1.0)
+    other.stop(how)
+    transfer.wait(PATIENCE)
+    assert all(np.array_equal(hasty.memory.layer(layer)[host], hasty.gpu(layer)[gpu]) for layer in range(LAYERS))
+    assert other.end() == (0 if how == signal.SIGCONT else -signal.SIGKILL)
+
+
+def test_closing_ends_what_has_begun(here: Here, other: Other) -> None:
+    transfers = [here.member.load(*here.ids(BLOCKS)) for _ in range(3)]
+    here.member.close(PATIENCE)
+    assert all(transfer.done() for transfer in transfers)
+    for transfer in transfers:
+        assert transfer.error is None or (
+            transfer.failed_positions.size and "the member was closed" in str(transfer.error)
+        )
+    with pytest.raises(kvswap.Error, match="the member is closed"):
+        here.member.load([1], [1])
+    here.member.close(0)
+
+
+# -- one that breaks the rules -----------------------------------------------------------------------------------------
+
+_MESSAGE = struct.Struct("<IHHIiII")
+_MAGIC, TAKE, DROP, DONE, BYE = 0x3153564B, 1, 2, 3, 4
+
+
+class Rogue:
+    """Rank 1 of the group, by hand: it has the socket, and the receive slots that the member has for it."""
+
+    def __init__(self, here: Here) -> None:
+        path = here.memory.path.encode()
+        block, blocks, slot, *_ = here.member._core.form()
+        self.slot_nbytes, self.block, self.here = slot, block, here
+        hello = _meet._HELLO.pack(
+            _meet._MAGIC, 1, 4, os.getpid(), start_time(os.getpid()).encode(), True, here.memory.generation, blocks,
+            block, slot, path,
+        )  # fmt: skip
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(PATIENCE)
+        self.socket.connect(str(prepare_folder() / f"share-{here.name}.0.sock"))
+        nbytes = -(-4 * slot // 65536) * 65536
+        fd = os.memfd_create("slots", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        socket.send_fds(self.socket, [hello], [fd])
+        os.close(fd)
+        _, fds, _, _ = socket.recv_fds(self.socket, 1000, 4)
+        self.slots = mmap.mmap(fds[0], nbytes)
+        os.close(fds[0])
+        here.member.wait_peers([1], PATIENCE)
+
+    def hear(self) -> tuple[int, int, int, int, list[int]]:
+        """kind, slot, generation, direction, ids"""
+        data = self.socket.recv(8192)
+        magic, kind, slot, generation, _, direction, count = _MESSAGE.unpack_from(data)
+        assert magic == _MAGIC
+        return kind, slot, generation, direction, list(struct.unpack_from(f"<{count}I", data, _MESSAGE.size))
+
+    def quiet(self) -> bool:
+        return not select.select([self.socket], [], [], 0.05)[0]
+
+    def say(self, kind: int, slot: int = 0, generation: int = 0, status: int = 0, count: int = 0, ids: bytes = b"",
+            magic: int = _MAGIC, direction: int = 1) -> None:  # fmt: skip
+        self.socket.send(_MESSAGE.pack(magic, kind, slot, generation, status, direction, count) + ids)
+
+    def bring(self, slot: int, direction: int, ids: list[int], junk: bool = False) -> None:
+        """What a bringer's copies do."""
+        for i, block in enumerate(ids):
+            at = slot * self.slot_nbytes + i * self.block
+            host = memoryview(self.here.memory).cast("B")[block * self.block : (block + 1) * self.block]
+            if direction == 1:
+                self.slots[at : at + self.block] = os.urandom(self.block) if junk else bytes(host)
+            else:
+                host[:] = self.slots[at : at + self.block]
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@pytest.fixture
+def rogue(here: Here) -> Iterator[Rogue]:
+    one = Rogue(here)
+    yield one
+    one.close()
+
+
+def serve(rogue: Rogue, chance: random.Random, left: Callable[[], bool]) -> None:
+    """Answers in any order, after a while, with copies of earlier answers in between, and junk in slots before the
+    right bytes: what is announced too early, or taken for another use of the slot, is noticed."""
+    asked: list[tuple[int, int, int, list[int]]] = []
+    old: list[tuple[int, int]] = []
+    while left() or asked:
+        while not rogue.quiet():
+            kind, slot, generation, direction, ids = rogue.hear()
+            if kind != TAKE:
+                continue
+            rogue.bring(slot, direction, ids if direction == 1 else [], junk=True)
+            asked.append((slot, generation, direction, ids))
+        for slot, generation in chance.sample(old, min(2, len(old))):
+            if not any(one[0] == slot and one[1] == generation for one in asked):
+                rogue.say(DONE, slot, generation)
+        if not asked:
+            continue
+        slot, generation, direction, ids = asked.pop(chance.randrange(len(asked)))
+        rogue.bring(slot, direction, ids)
+        rogue.say(DONE, slot, generation)
+        old.append((slot, generation))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_late_in_any_order_and_again(here: Here, rogue: Rogue, seed: int) -> None:
+    chance = random.Random(seed)
+    done = threading.Event()
+    thread = threading.Thread(target=serve, args=(rogue, chance, lambda: not done.is_set()))
+    thread.start()
+    try:
+        for _ in range(3):
+            here.check_load(BLOCKS), here.check_store(BLOCKS)
+    finally:
+        done.set()
+        thread.join(PATIENCE)
+    assert here.member.stats()["answers_dropped"] > 0 and here.member.stats()["links_lost"] == 0
+
+
+def test_a_late_slot_is_not_used_before_the_answer(hasty: Here) -> None:
+    """Pieces that come after their limit touch no block, and their slots wait for the answer."""
+    here, rogue = hasty, Rogue(hasty)
+    here.check_load(BLOCKS)
+    asked = []
+    while not rogue.quiet():
+        asked.append(rogue.hear())
+    takes = [one for one in asked if one[0] == TAKE]
+    assert len(takes) == 4 and {one[0] for one in asked} == {TAKE, DROP}
+    time.sleep(0.25)
+    here.check_load(BLOCKS)
+    assert rogue.quiet()  # it has no free slot
+    for _, slot, generation, direction, ids in takes:
+        rogue.bring(slot, direction, ids, junk=True)
+        rogue.say(DONE, slot, generation)
+    until(lambda: not here.member.load(*here.ids(BLOCKS)).wait(PATIENCE) and not rogue.quiet())
+    kinds = rogue.hear()
+    assert kinds[0] == TAKE and all(one[1:3] != kinds[1:3] for one in takes)
+    rogue.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": 9},
+        {"kind": TAKE, "magic": 1},
+        {"kind": TAKE, "count": 1, "ids": b""},
+        {"kind": TAKE, "count": 1, "ids": struct.pack("<I", BLOCKS)},
+        {"kind": TAKE, "count": 0},
+        {"kind": TAKE, "count": 2000, "ids": bytes(8000)},
+        {"kind": TAKE, "count": 9, "ids": bytes(36)},
+        {"kind": TAKE, "count": 1, "slot": 4, "ids": bytes(4)},
+        {"kind": TAKE, "count": 1, "direction": 2, "ids": bytes(4)},
+        {"kind": DONE, "slot": 4},
+    ],
+    ids=str,
+)
+def test_a_message_of_a_wrong_form_ends_the_link(here: Here, rogue: Rogue, message: dict[str, Any]) -> None:
+    rogue.say(**message)
+    until(lambda: here.member.peers == ())
+    here.check_load(BLOCKS), here.check_store(BLOCKS)
+    assert here.member.stats()["links_lost"] == 1
+
+
+def test_a_failed_piece_comes_over_the_own_link(here: Here, rogue: Rogue) -> None:
+    def refuse() -> None:
+        for _ in range(4):
+            kind, slot, generation, *_ = rogue.hear()
+            assert kind == TAKE
+            rogue.say(DONE, slot, generation, status=-8)
+
+    assert here.check_load(BLOCKS, refuse).by_others == 0
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_a_group_needs(here: Here) -> None:
+    with pytest.raises(IndexError, match="rank is 16; a group has ranks 0 to 15"):
+        share.join(here.name, 16, here.memory, here.pools)
+    with pytest.raises(ValueError, match="group is 'a/b'"):
+        share.join("a/b", 1, here.memory, here.pools)
+    with pytest.raises(TypeError, match="memory must be a SharedPool, not int"):
+        share.join(here.name, 1, 5, here.pools)
+    with pytest.raises(ValueError, match="gpu has 2 pools, and memory 3 layers"):
+        share.join(here.name, 1, here.memory, here.pools[:2])
+    with pytest.raises(ValueError, match="slots is 9"):
+        share.join(here.name, 1, here.memory, here.pools, host=here.hosts, slots=9)
+    with pytest.raises(ValueError, match="share is 0"):
+        share.join(here.name, 1, here.memory, here.pools, host=here.hosts, share=0)
+    with pytest.raises(ValueError, match="stall is no time in seconds"):
+        share.join(here.name, 1, here.memory, here.pools, host=here.hosts, stall=0)
+    with pytest.raises(TimeoutError):
+        here.member.wait_peers([1], 0.05)
+
+
+def test_a_pool_must_be_block_first_and_registered(name: str) -> None:
+    device = kvswap.Device("host:0")
+    buffer = Buffer(device, BLOCKS * PAGE)
+    gpu = kvswap.Pool(device, buffer.ptr, BLOCKS, PAGE)
+    for options, why in (
+        ({"register": False}, "is not registered with host:0"),
+        ({"layout": "layer-first"}, "block-first"),
+    ):
+        with SharedPool(name, BLOCKS, 2 * PAGE, layers=2, device=device, **options) as memory:
+            host = kvswap.Pool(device, int(memory.layer_ptrs()[0]), BLOCKS, PAGE, stride=int(memory.layer_stride))
+            with pytest.raises((ValueError, kvswap.Error), match=why):
+                share.join(name, 0, memory, gpu, host=host)
+            del host
+
+
+def test_a_forked_child_joins_anew(here: Here, other: Other) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            here.member.load([1], [1])
+        except kvswap.Error as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"join anew" in os.read(reader, 1000)
+    os.close(reader), os.close(writer)
+    here.check_load(BLOCKS)
+
+
+def test_the_sockets_are_this_users_only(here: Here) -> None:
+    path = prepare_folder() / f"share-{here.name}.0.sock"
+    assert path.stat().st_mode & 0o777 == 0o600 and Path(path.parent).stat().st_mode & 0o77 == 0
