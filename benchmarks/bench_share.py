@@ -3,7 +3,8 @@
 A process for each GPU, which sees no other GPU, and one pool on the host that all have registered. The first process
 loads and stores while the others bring pieces over their links, in turns with one bare copy of as many bytes and with
 bursts over its own link alone. Then the first two load and store at once, with and without lending. Blocks lie
-scattered on the GPU, and on the host all layers of a block together. Medians of wall-clock time. Every byte is checked
+scattered on the GPU, and on the host all layers of a block together. Last, all load the same blocks, each a part.
+Medians of wall-clock time. Every byte is checked
 where it lands; exit status 1: one was wrong. --host: host devices in place of GPUs, to try the program.
 """
 
@@ -77,7 +78,7 @@ class Worker:
             group, self.rank, self.memory, self.pools, host=self.host, lend=lend, slots=slots, piece_nbytes=piece,
             stall=stall,
         )  # fmt: skip
-        self.member.wait_peers([rank for rank in range(size) if rank != self.rank], LIMIT)
+        self.member.wait_peers([rank for rank in range(size) if rank != self.rank], 30)
         return {"rank": self.rank, "join seconds": time.perf_counter() - begin}
 
     def leave(self) -> dict[str, Any]:
@@ -99,6 +100,30 @@ class Worker:
             ("share", "D2H"): partial(self.member.store, self.ids, self.all),
             ("share", "H2D"): partial(self.member.load, self.all, self.ids),
         }
+
+    def shared_check(self, ranks: list[int], turn: int) -> dict[str, Any]:
+        """Wrong words of a store and a load, both in parts; each rank writes the same bytes."""
+        self.pattern(False, 100 + turn)
+        self.member.store(self.ids, self.all, shared=f"store {turn}", ranks=ranks).wait(LIMIT)
+        self.pattern(False, 101 + turn)
+        transfer = self.member.load(self.all, self.ids, shared=f"check {turn}", ranks=ranks)
+        transfer.wait(LIMIT)
+        return {"wrong": self.pattern(True, 100 + turn), "by_others": transfer.by_others / transfer.nbytes}
+
+    def shared(self, ranks: list[int], repeats: int, start: float) -> dict[str, Any]:
+        """All ranks begin each load at times that they share: seconds until this one has it, from its own call."""
+        times, others = [], 0
+        for turn in range(-2, repeats):
+            until = start + 0.1 * (turn + 2)
+            while time.clock_gettime(time.CLOCK_MONOTONIC) < until:
+                pass
+            begin = time.perf_counter()
+            transfer = self.member.load(self.all, self.ids, shared="load", generation=turn + 2, ranks=ranks)
+            transfer.wait(LIMIT)
+            if turn >= 0:
+                times.append(time.perf_counter() - begin)
+                others += transfer.by_others
+        return {"GB/s": self.nbytes / statistics.median(times) / 1e9, "by others": others / repeats / self.nbytes}
 
     def pattern(self, check: bool, turn: int) -> int:
         import numpy as np
@@ -226,6 +251,30 @@ def both_at_once(processes: list[Process], name: str, options: argparse.Namespac
     return 0
 
 
+def all_load_the_same(processes: list[Process], name: str, options: argparse.Namespace) -> int:
+    """Each rank loads the same blocks of the host: bytes that a rank has a second, against its own link alone."""
+    wrong, ranks = 0, list(range(len(processes)))
+    for piece, slots in options.slots:
+        how = {"size": len(processes), "lend": True, "piece": piece, "slots": slots, "stall": options.stall}
+        all_do(processes, do="join", group="shared", **how)
+        for turn in (0, 2):
+            found = all_do(processes, do="shared_check", ranks=ranks, turn=turn)
+            wrong += sum(one["wrong"] for one in found)
+        alone = all_do(processes, do="measure", methods=["copy", "burst"], ways=["H2D"], repeats=options.repeats)
+        start = time.clock_gettime(time.CLOCK_MONOTONIC) + 0.2
+        together = all_do(processes, do="shared", ranks=ranks, repeats=options.repeats, start=start)
+        rates = [one["GB/s"] for one in together]
+        copies = [one["copy H2D"] for one in alone]
+        say(
+            shape=name, shared="load", slots=f"{slots} x {piece >> 20} MiB", **{"GB/s of each rank": rates},
+            copy=copies, burst=[one["burst H2D"] for one in alone], by_others=[one["by others"] for one in together],
+            of_copy=min(rate / copy for rate, copy in zip(rates, copies, strict=True)),
+        )  # fmt: skip
+        for stats in all_do(processes, do="leave"):
+            say(**stats)
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="the borrower's, then lenders' (0 1)")
@@ -244,14 +293,16 @@ def main() -> int:
     processes = [Process(gpu, rank, options.host) for rank, gpu in enumerate(options.gpus)]
     for process in processes:
         say(**process.hear())
-    for name in options.shape or ("64x32k", "80x8k"):
+    for name in options.shape or SHAPES:
         layers, page = SHAPES[name]
         command = {"do": "open", "name": f"bench_share.{os.getpid()}", "layers": layers, "page": page}
         for process in processes:  # the first makes the pool
             process.tell(**command, blocks=max(1, options.nbytes // (layers * page)))
             say(**process.hear())
-        wrong += one_borrows(processes, name, options)
-        wrong += both_at_once(processes, name, options)
+        if name != "61x36k":
+            wrong += one_borrows(processes, name, options)
+            wrong += both_at_once(processes, name, options)
+        wrong += all_load_the_same(processes, name, options)
         for process in processes[::-1]:
             process.tell(do="close")
             process.hear()

@@ -261,6 +261,7 @@ class ShareStats(TypedDict):
     brought_for_others_h2d: int
     brought_by_others_d2h: int  # over others' links
     brought_by_others_h2d: int
+    passed_on: int  # of shared loads, from this member's GPU to others
     pieces_late: int  # others did not bring them in time
     answers_dropped: int  # of an earlier use of a slot
     links_lost: int  # members that ended without leaving

@@ -126,25 +126,29 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
 }
 
 static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"host",  "gpu",   "ptr",   "block_nbytes", "num_blocks", "piece_nbytes",
-                          "slots", "lends", "share", "stall",        NULL};
+  static char *names[] = {"host",  "gpu",   "ptr",  "block_nbytes", "num_blocks", "piece_nbytes", "slots", "lends",
+                          "share", "stall", "wait", "store_wait",   NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_share_options options = {0};
   PyObject *host, *gpu;
   unsigned long long ptr, block, blocks, piece;
   int lends;
-  double stall;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIpdd:_Share", names, &PyTuple_Type, &host, &PyTuple_Type,
-                                   &gpu, &ptr, &block, &blocks, &piece, &options.slots, &lends, &options.share, &stall))
+  double stall, wait, store;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIpdddd:_Share", names, &PyTuple_Type, &host, &PyTuple_Type,
+                                   &gpu, &ptr, &block, &blocks, &piece, &options.slots, &lends, &options.share, &stall,
+                                   &wait, &store))
     return NULL;
   if (kvs_py_same_length("gpu", (size_t)PyTuple_GET_SIZE(gpu), "host", (size_t)PyTuple_GET_SIZE(host)) < 0) return NULL;
-  if (!(stall > 0 && stall < 1e6)) return kvs_py_complain(PyExc_ValueError, "stall", -1, "is no time in seconds"), NULL;
+  if (!(stall > 0 && stall < 1e6 && wait >= 0 && wait < 1e6 && store > 0 && store < 1e6))
+    return kvs_py_complain(PyExc_ValueError, "stall", -1, "or another limit is no time in seconds"), NULL;
   options.host = ptr;
   options.block_nbytes = block;
   options.num_blocks = blocks;
   options.piece_nbytes = piece;
   options.lends = lends != 0;
   options.stall_ns = (uint64_t)(stall * 1e9);
+  options.wait_ns = (uint64_t)(wait * 1e9);
+  options.store_ns = (uint64_t)(store * 1e9);
   struct share_object *self = (struct share_object *)type->tp_alloc(type, 0);
   if (self == NULL) return NULL;
   self->hold = PyTuple_Pack(2, host, gpu);
@@ -234,13 +238,18 @@ static PyObject *share_submit(PyObject *self, PyObject *args) {
   struct kvs_share_job *job = NULL;
   struct kvs_ids host, gpu;
   PyObject *given[2], *keep[2] = {NULL, NULL}, *direction;
+  unsigned long long key;
+  struct kvs_share_name named = {0};
   int64_t way;
   int rc = -1;
-  if (!PyArg_ParseTuple(args, "OOO:submit", &direction, &given[0], &given[1])) return NULL;
+  if (!PyArg_ParseTuple(args, "OOOKII:submit", &direction, &given[0], &given[1], &key, &named.ranks, &named.rank))
+    return NULL;
+  named.key = key;
   if (kvs_py_direction(direction, &way) < 0) return NULL;
   if (kvs_py_ids(state, given[0], "host_ids", &host, &keep[0]) == 0 &&
       kvs_py_ids(state, given[1], "gpu_ids", &gpu, &keep[1]) == 0) {
-    KVS_PY_NO_GIL(rc = kvs_share_submit(core(self), (enum kvs_direction)way, &host, &gpu, &job, &err));
+    KVS_PY_NO_GIL(
+        rc = kvs_share_submit(core(self), (enum kvs_direction)way, &host, &gpu, key ? &named : NULL, &job, &err));
     if (rc != KVS_OK) kvs_py_raise(state, &err);
   }
   Py_XDECREF(keep[0]);
@@ -251,12 +260,14 @@ static PyObject *share_submit(PyObject *self, PyObject *args) {
 static PyObject *share_stats(PyObject *self, PyObject *Py_UNUSED(ignored)) {
   struct kvs_share_stats stats;
   KVS_PY_NO_GIL(kvs_share_get_stats(core(self), &stats));
-  return Py_BuildValue(
-      "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "brought_for_others_d2h", (unsigned long long)stats.brought_for_others[KVS_D2H],
-      "brought_for_others_h2d", (unsigned long long)stats.brought_for_others[KVS_H2D], "brought_by_others_d2h",
-      (unsigned long long)stats.brought_by_others[KVS_D2H], "brought_by_others_h2d",
-      (unsigned long long)stats.brought_by_others[KVS_H2D], "pieces_late", (unsigned long long)stats.pieces_late,
-      "answers_dropped", (unsigned long long)stats.answers_dropped, "links_lost", (unsigned long long)stats.links_lost);
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "brought_for_others_d2h",
+                       (unsigned long long)stats.brought_for_others[KVS_D2H], "brought_for_others_h2d",
+                       (unsigned long long)stats.brought_for_others[KVS_H2D], "brought_by_others_d2h",
+                       (unsigned long long)stats.brought_by_others[KVS_D2H], "brought_by_others_h2d",
+                       (unsigned long long)stats.brought_by_others[KVS_H2D], "passed_on",
+                       (unsigned long long)stats.passed_on, "pieces_late", (unsigned long long)stats.pieces_late,
+                       "answers_dropped", (unsigned long long)stats.answers_dropped, "links_lost",
+                       (unsigned long long)stats.links_lost);
 }
 
 static int close_share(void *share, int64_t timeout_ns, struct kvs_error *err) {
@@ -286,7 +297,7 @@ static PyMethodDef methods[] = {
     {"wait_linked", share_wait_linked, METH_VARARGS,
      PyDoc_STR("wait_linked($self, ranks, timeout, /)\n--\n\nWait for the members of a bit mask.")},
     {"submit", share_submit, METH_VARARGS,
-     PyDoc_STR("submit($self, direction, host_ids, gpu_ids, /)\n--\n\nA ShareTransfer.")},
+     PyDoc_STR("submit($self, direction, host_ids, gpu_ids, key, ranks, rank, /)\n--\n\nA ShareTransfer.")},
     {"stats", share_stats, METH_NOARGS, PyDoc_STR("stats($self, /)\n--\n\nBytes and counts since the start.")},
     {"close", share_close, METH_VARARGS,
      PyDoc_STR("close($self, timeout, /)\n--\n\nStop, and wait for the last pieces.")},

@@ -9,6 +9,7 @@
 #include "memory/memory.h"
 #include "paths/lend.h"
 #include "racecheck/racecheck.h"
+#include "share/receive.h"
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
@@ -26,7 +27,9 @@ int kvs_bring_open(struct kvs_share *share, struct kvs_error *err) {
       kvs_engine_alloc(share->engine, KVS_SHARE_BOUNCES * share->slot_nbytes, false, &share->bounce_memory, err);
   for (unsigned i = 0; !status && i < KVS_SHARE_BOUNCES; i++)
     status = bounce_open(share, &share->bounces[i], share->bounce_memory + i * share->slot_nbytes, err);
-  return status;
+  if (status) return status;
+  return kvs_receive_open_pools(share, share->bounce_memory, KVS_SHARE_BOUNCES * (uint64_t)share->piece_blocks,
+                                &share->bounce_pools, err);
 }
 
 void kvs_bring_close(struct kvs_share *share) {
@@ -38,6 +41,7 @@ void kvs_bring_close(struct kvs_share *share) {
     if (bounce->end) (void)kvs_dev_event_destroy(device, bounce->end, &ignored);
     if (bounce->stream) (void)kvs_dev_stream_destroy(device, bounce->stream, &ignored);
   }
+  kvs_receive_close_pools(share, share->bounce_pools);
   if (share->bounce_memory) kvs_engine_free_later(share->engine, share->bounce_memory);
 }
 
@@ -71,23 +75,28 @@ bool kvs_bring_take(struct kvs_share *share, struct kvs_share_link *link, const 
   request->slot = message->slot;
   request->direction = message->direction;
   request->count = message->count;
+  request->piece = message->piece;
+  request->key = message->key;
+  request->digest = message->digest;
+  request->since_ns = kvs_clock_ns();
   memcpy(request->ids, message->ids, message->count * sizeof message->ids[0]);
   return true;
 }
 
+static void remove_at(struct kvs_share_link *link, unsigned i) {
+  if (i == 0) link->first = (link->first + 1) % KVS_SHARE_SLOTS;
+  for (link->waiting--; i > 0 && i < link->waiting; i++) *request_at(link, i) = *request_at(link, i + 1);
+}
+
 /* A piece on its way is not stopped: its answer follows. */
 bool kvs_bring_drop(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
-  unsigned kept = 0, waiting = link->waiting;
-  for (unsigned i = 0; i < waiting; i++) {
+  for (unsigned i = 0; i < link->waiting; i++) {
     struct kvs_share_request *request = request_at(link, i);
-    if (request->slot == message->slot && request->generation == message->generation) {
-      answer(share, link, request, KVS_CANCELLED);
-      continue;
-    }
-    if (kept != i) *request_at(link, kept) = *request;
-    kept++;
+    if (request->slot != message->slot || request->generation != message->generation) continue;
+    answer(share, link, request, KVS_CANCELLED);
+    remove_at(link, i);
+    break;
   }
-  link->waiting = kept;
   return true;
 }
 
@@ -137,19 +146,43 @@ static int queue(struct kvs_share *share, const struct kvs_share_bounce *bounce,
 }
 
 /* After a refused call, part of the piece may be queued: the answer waits until the stream is idle. */
-static void begin(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_bounce *bounce) {
-  const struct kvs_share_request *request = request_at(link, 0);
+static void begin(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
+                  struct kvs_share_bounce *bounce) {
   struct kvs_error err;
   bounce->busy = bounce->on_link = true;
   bounce->link = link;
+  bounce->job = NULL;
   bounce->nbytes = request->count * share->block_nbytes;
   bounce->asked = (struct kvs_share_request){.generation = request->generation,
                                              .slot = request->slot,
                                              .direction = request->direction,
                                              .count = request->count};
   bounce->status = queue(share, bounce, request, &err);
-  link->first = (link->first + 1) % KVS_SHARE_SLOTS;
-  link->waiting--;
+}
+
+/* A piece of a shared load, which is in this GPU's blocks: gathered and passed on. False: there is no room to queue it.
+ */
+static bool pass(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
+                 struct kvs_share_job *job, struct kvs_share_bounce *bounce) {
+  struct kvs_device *device = share->engine->device;
+  struct kvs_error err;
+  uint64_t to = (uint64_t)(bounce - share->bounces) * share->piece_blocks;
+  int status = kvs_receive_pass(share, job, request->piece, to, bounce->stream, &bounce->gathering, &err);
+  if (status == KVS_QUEUE_FULL) return false;
+  if (status) {
+    answer(share, link, request, status);
+    return true;
+  }
+  bounce->busy = true;
+  bounce->link = link;
+  bounce->job = job;
+  bounce->nbytes = request->count * share->block_nbytes;
+  bounce->asked = (struct kvs_share_request){
+      .generation = request->generation, .slot = request->slot, .direction = KVS_H2D, .count = request->count};
+  status = hop(share, bounce, &err);
+  if (!status) status = kvs_dev_event_record(device, bounce->end, bounce->stream, &err);
+  bounce->status = status;
+  return true;
 }
 
 static unsigned on_link(const struct kvs_share *share, uint32_t direction) {
@@ -165,19 +198,41 @@ static struct kvs_share_bounce *free_bounce(struct kvs_share *share) {
   return NULL;
 }
 
+/* True: the request is dealt with: it was begun or answered. */
+static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
+                         struct kvs_share_bounce *bounce) {
+  struct kvs_share_job *job = kvs_receive_find(share, request->key);
+  if (!job && kvs_clock_ns() < request->since_ns + share->asked.wait_ns) return false; /* its call may come */
+  bool known = job && job->digest == request->digest && request->piece < job->npieces;
+  if (known && !job->here[request->piece] && !job->nfailed && !share->stop) return false;
+  if (known && job->here[request->piece]) return bounce && pass(share, link, request, job, bounce);
+  answer(share, link, request, job && !known ? KVS_INVALID : KVS_NOT_READY);
+  return true;
+}
+
+static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
+                          struct kvs_share_bounce *bounce) {
+  if (!bounce || on_link(share, request->direction) >= KVS_SHARE_ON_LINK) return false;
+  if (kvs_lent_is_busy(share->engine, (enum kvs_direction)request->direction)) return false;
+  begin(share, link, request, bounce);
+  return true;
+}
+
 /* Links take turns, so that one of many pieces does not keep others from theirs. */
 static bool begin_next(struct kvs_share *share) {
   struct kvs_share_bounce *bounce = free_bounce(share);
-  for (unsigned i = 1; bounce && i <= KVS_SHARE_RANKS; i++) {
+  for (unsigned i = 1; i <= KVS_SHARE_RANKS; i++) {
     unsigned rank = (share->last_served + i) % KVS_SHARE_RANKS;
     struct kvs_share_link *link = &share->links[rank];
-    if (link->state != KVS_LINK_LIVE || !link->waiting) continue;
-    uint32_t direction = request_at(link, 0)->direction;
-    if (on_link(share, direction) >= KVS_SHARE_ON_LINK) continue;
-    if (kvs_lent_is_busy(share->engine, (enum kvs_direction)direction)) continue;
-    share->last_served = rank;
-    begin(share, link, bounce);
-    return true;
+    for (unsigned at = 0; link->state == KVS_LINK_LIVE && at < link->waiting; at++) {
+      const struct kvs_share_request *request = request_at(link, at);
+      bool dealt =
+          request->key ? pass_if_here(share, link, request, bounce) : begin_if_idle(share, link, request, bounce);
+      if (!dealt) continue;
+      remove_at(link, at);
+      share->last_served = rank;
+      return true;
+    }
   }
   return false;
 }
@@ -191,8 +246,19 @@ static bool has_ended(struct kvs_share *share, struct kvs_share_bounce *bounce) 
   int status = bounce->status ? kvs_dev_stream_query(device, bounce->stream, &err)
                               : kvs_dev_event_query(device, bounce->end, &err);
   if (status == KVS_NOT_READY) return false;
+  if (bounce->gathering && !kvs_transfer_done(bounce->gathering)) return false;
   if (status && !bounce->status) bounce->status = status;
   return true;
+}
+
+static void end_pass(struct kvs_share *share, struct kvs_share_bounce *bounce) {
+  struct kvs_error why;
+  if (!bounce->status) bounce->status = kvs_transfer_wait(bounce->gathering, 0, &why);
+  kvs_transfer_unref(bounce->gathering);
+  bounce->gathering = NULL;
+  if (!bounce->status) share->stats.passed_on += bounce->nbytes;
+  kvs_receive_passed(share, bounce->job);
+  bounce->job = NULL;
 }
 
 static bool end_one(struct kvs_share *share, struct kvs_share_bounce *bounce) {
@@ -206,7 +272,10 @@ static bool end_one(struct kvs_share *share, struct kvs_share_bounce *bounce) {
   }
   if (!has_ended(share, bounce)) return changed;
   bounce->busy = bounce->on_link = false;
-  if (!bounce->status) share->stats.brought_for_others[bounce->asked.direction] += bounce->nbytes;
+  if (bounce->job)
+    end_pass(share, bounce);
+  else if (!bounce->status)
+    share->stats.brought_for_others[bounce->asked.direction] += bounce->nbytes;
   answer(share, bounce->link, &bounce->asked, bounce->status);
   return true;
 }

@@ -12,9 +12,10 @@
 #include "plan/plan.h"
 
 enum {
-  PAUSE_MS = 200, /* a late member is asked nothing for so long */
-  OWN_MORE = 2,   /* pieces that the own link begins with beyond its share: others begin later */
-  LEAST_OWN = 4,  /* pieces that the own link takes at a time, if there are as many */
+  PAUSE_MS = 200,         /* a late member is asked nothing for so long */
+  OWN_MORE = 2,           /* pieces that the own link begins with beyond its share: others begin later */
+  LEAST_OWN = 4,          /* pieces that the own link takes at a time, if there are as many */
+  PART_NBYTES = 32 << 20, /* of a shared load: others can have pieces of it when a transfer of so much has ended */
 };
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
@@ -25,6 +26,7 @@ void kvs_receive_free(struct kvs_share_job *job) {
   free(job->gpu);
   free(job->again);
   free(job->failed);
+  free(job->here);
   free(job);
 }
 
@@ -39,9 +41,27 @@ static void fail_piece(struct kvs_share *share, struct kvs_share_job *job, size_
   *failed = 1;
 }
 
+/* Whether others have asked for pieces of it. They are all here when its own work has ended, so that is soon over. */
+static bool is_asked_for(const struct kvs_share *share, const struct kvs_share_job *job) {
+  if (!job->key || job->direction != KVS_H2D || share->stop) return false;
+  for (unsigned rank = 0; rank < KVS_SHARE_RANKS; rank++) {
+    const struct kvs_share_link *link = &share->links[rank];
+    for (unsigned i = 0; link->state == KVS_LINK_LIVE && i < link->waiting; i++)
+      if (link->requests[(link->first + i) % KVS_SHARE_SLOTS].key == job->key) return true;
+  }
+  return false;
+}
+
+static bool awaits_reports(const struct kvs_share_job *job) {
+  for (unsigned i = 0; job->key && job->direction == KVS_D2H && i < job->nranks; i++)
+    if (!(job->reported >> job->order[i] & 1)) return true;
+  return false;
+}
+
 static void end_if_over(struct kvs_share *share, struct kvs_share_job *job) {
   struct kvs_error ignored;
-  if (job->left || job->late || job->state != KVS_STATE_RUNNING) return;
+  if (job->left || job->late || job->passing || job->state != KVS_STATE_RUNNING) return;
+  if (is_asked_for(share, job) || awaits_reports(job)) return;
   job->state = job->nfailed || job->error.status ? KVS_STATE_FAILED : KVS_STATE_DONE;
   if (job->nfailed && !job->error.status)
     kvs_fail(&job->error, KVS_INTERNAL, "%zu blocks were not copied", job->nfailed);
@@ -124,22 +144,52 @@ static bool own_works(const struct kvs_share_job *job) {
   return false;
 }
 
-static int own_begin(struct kvs_share *share, struct kvs_share_job *job, struct kvs_share_own *own, size_t again,
-                     size_t fresh, struct kvs_error *err) {
+static size_t unasked(const struct kvs_share_job *job, unsigned part) { return job->back[part] - job->front[part]; }
+
+/* Takes one piece of a part from its front. */
+static uint32_t take_first(struct kvs_share_job *job, unsigned part) {
+  return (uint32_t)(job->front[part]++ * job->nranks + part);
+}
+
+/* The next pieces of a shared job for the own link, onto `again`: of the own part; then half of what is left of the
+ * largest other one, from behind, since that is asked for from its front. */
+static void choose_shared(const struct kvs_share *share, struct kvs_share_job *job) {
+  size_t most = PART_NBYTES / share->slot_nbytes + 1, left = unasked(job, job->mine);
+  unsigned largest = 0;
+  for (size_t i = 0; i < left && i < most; i++) job->again[job->nagain++] = take_first(job, job->mine);
+  if (left || job->nagain || own_works(job) || job->direction == KVS_D2H) return;
+  for (unsigned part = 1; part < job->nranks; part++)
+    if (unasked(job, part) > unasked(job, largest)) largest = part;
+  left = (unasked(job, largest) + 1) / 2;
+  for (size_t i = 0; i < left && i < most; i++)
+    job->again[job->nagain++] = (uint32_t)(--job->back[largest] * job->nranks + largest);
+}
+
+/* The next pieces of a job that is not shared, onto `again`: half of what is left at a time. */
+static void choose(const struct kvs_share *share, struct kvs_share_job *job) {
+  size_t fresh = job->tail - job->head;
+  if (job->key) {
+    if (!job->nagain) choose_shared(share, job);
+    return;
+  }
+  if (fresh > LEAST_OWN) fresh = fresh / 2 > LEAST_OWN ? fresh / 2 : LEAST_OWN;
+  while (fresh-- > 0) job->again[job->nagain++] = (uint32_t)job->head++;
+}
+
+/* All of `again` in one transfer. If it is refused, they stay there. */
+static int own_begin(struct kvs_share *share, struct kvs_share_job *job, struct kvs_share_own *own,
+                     struct kvs_error *err) {
   struct piece_lists lists;
-  size_t count = again + fresh;
-  uint32_t *pieces = malloc((count ? count : 1) * sizeof *pieces);
+  size_t count = job->nagain;
+  uint32_t *pieces = malloc(count * sizeof *pieces);
   int status =
       pieces ? make_lists(share, count, &lists, err) : kvs_fail(err, KVS_NOMEM, "no memory for %zu pieces", count);
-  if (status) {
-    free(pieces);
-    return status;
+  if (!status) {
+    memcpy(pieces, job->again, count * sizeof *pieces);
+    for (size_t i = 0; i < count; i++) list_piece(share, job, pieces[i], -1, &lists);
+    status = move(share, job, share->host_pools, &lists, true, &own->transfer, err);
+    free(lists.host);
   }
-  memcpy(pieces, job->again + job->nagain - again, again * sizeof *pieces);
-  for (size_t i = 0; i < fresh; i++) pieces[again + i] = (uint32_t)(job->head + i);
-  for (size_t i = 0; i < count; i++) list_piece(share, job, pieces[i], -1, &lists);
-  status = move(share, job, share->host_pools, &lists, true, &own->transfer, err);
-  free(lists.host);
   if (status) {
     own->transfer = NULL;
     free(pieces);
@@ -148,32 +198,40 @@ static int own_begin(struct kvs_share *share, struct kvs_share_job *job, struct 
   free(own->pieces);
   own->pieces = pieces;
   own->count = count;
-  job->nagain -= again;
-  job->head += fresh;
+  job->nagain = 0;
   return KVS_OK;
+}
+
+static bool has_unasked(const struct kvs_share_job *job) {
+  bool some = job->nagain || job->head < job->tail;
+  for (unsigned part = 0; part < job->nranks; part++) some |= unasked(job, part) > 0;
+  return some;
 }
 
 /* All that nobody brings fails. Others' pieces may still come. */
 static void lose_rest(struct kvs_share *share, struct kvs_share_job *job, const struct kvs_error *why) {
   while (job->head < job->tail) job->again[job->nagain++] = (uint32_t)job->head++;
+  for (unsigned part = 0; part < job->nranks; part++)
+    while (unasked(job, part)) job->again[job->nagain++] = take_first(job, part);
   size_t lost = job->nagain;
   job->nagain = 0;
   fail_pieces(share, job, job->again, lost, why);
 }
 
-/* What this job has left for the own link, while others go on: half of it at a time. */
+/* What this job has left for the own link, while others go on. Of a shared job two transfers are queued, so that the
+ * link does not idle between them. */
 static bool own_step(struct kvs_share *share, struct kvs_share_job *job) {
-  size_t fresh = job->tail - job->head, again = job->nagain;
-  struct kvs_share_own *own = own_works(job) ? NULL : free_own(job);
+  struct kvs_share_own *own = own_works(job) && !job->key ? NULL : free_own(job);
   struct kvs_error err;
-  if (!own || (!fresh && !again)) return false;
-  if (share->stop) {
+  if (!own) return false;
+  if (!share->stop) choose(share, job);
+  if (share->stop && has_unasked(job)) {
     kvs_fail(&err, KVS_CLOSED, "the member was closed before all blocks were copied");
     lose_rest(share, job, &err);
     return true;
   }
-  if (fresh > LEAST_OWN) fresh = fresh / 2 > LEAST_OWN ? fresh / 2 : LEAST_OWN;
-  int status = own_begin(share, job, own, again, fresh, &err);
+  if (!job->nagain) return false;
+  int status = own_begin(share, job, own, &err);
   if (status == KVS_QUEUE_FULL || !status) return !status;
   lose_rest(share, job, &err); /* it would not be submitted later either */
   return true;
@@ -201,6 +259,7 @@ static bool own_end(struct kvs_share *share, struct kvs_share_job *job) {
     if (!own->transfer || !kvs_transfer_done(own->transfer)) continue;
     kvs_transfer_get_info(own->transfer, &info);
     if (info.state != KVS_STATE_DONE) note_failures(share, job, own);
+    for (size_t piece = 0; piece < own->count; piece++) job->here[own->pieces[piece]] = info.state == KVS_STATE_DONE;
     kvs_transfer_unref(own->transfer);
     own->transfer = NULL;
     end_pieces(share, job, own->count);
@@ -248,6 +307,9 @@ static bool ask(struct kvs_share *share, struct kvs_share_link *link, struct kvs
   message->generation = ++slot->generation;
   message->status = 0;
   message->direction = job->direction;
+  message->piece = slot->piece;
+  message->key = job->key;
+  message->digest = job->digest;
   message->count = (uint32_t)blocks_of(share, job, slot->piece);
   for (uint32_t i = 0; i < message->count; i++) message->ids[i] = (uint32_t)job->host[first + i];
   if (idle) link->heard_ns = kvs_clock_ns();
@@ -318,6 +380,7 @@ static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsig
     return;
   }
   slot->job = NULL;
+  job->here[slot->piece] = 1;
   uint64_t nbytes = blocks_of(share, job, slot->piece) * share->block_nbytes;
   job->given += nbytes;
   share->stats.brought_by_others[KVS_H2D] += nbytes;
@@ -342,6 +405,137 @@ static bool moves_end(struct kvs_share *share) {
 
 /* -- links --------------------------------------------------------------------------------------------------------- */
 
+static uint32_t ranks_of(const struct kvs_share_job *job) {
+  uint32_t ranks = 0;
+  for (unsigned part = 0; part < job->nranks; part++) ranks |= UINT32_C(1) << job->order[part];
+  return ranks;
+}
+
+static size_t part_of_block(const struct kvs_share *share, const struct kvs_share_job *job, size_t position) {
+  return position / share->piece_blocks % job->nranks;
+}
+
+static void fail_position(struct kvs_share_job *job, size_t position) {
+  job->nfailed += !job->failed[position];
+  job->failed[position] = 1;
+}
+
+/* How the part of a rank has ended. A block of its part is stored only if it says so. */
+static void take_report(struct kvs_share *share, struct kvs_share_job *job, unsigned rank, int status,
+                        const uint32_t *failed, uint32_t count) {
+  if (job->reported >> rank & 1) return;
+  job->reported |= UINT32_C(1) << rank;
+  for (size_t i = 0; status && i < job->count; i++)
+    if (job->order[part_of_block(share, job, i)] == rank) fail_position(job, i);
+  for (uint32_t i = 0; !status && i < count; i++)
+    if (failed[i] < job->count) fail_position(job, failed[i]);
+  if (job->nfailed && !job->error.status)
+    kvs_fail(&job->error, KVS_CLOSED, "rank %u did not store its part: these blocks are stored for no member", rank);
+  end_if_over(share, job);
+}
+
+static struct kvs_share_job *find_job(const struct kvs_share *share, uint64_t key, enum kvs_direction direction) {
+  struct kvs_share_job *job = share->jobs;
+  while (job && (job->key != key || job->direction != direction)) job = job->next;
+  return key ? job : NULL;
+}
+
+void kvs_receive_report(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
+  struct kvs_share_job *job = find_job(share, message->key, KVS_D2H);
+  int status = message->count > KVS_SHARE_FAILED ? KVS_CLOSED : message->status;
+  if (job) {
+    take_report(share, job, link->rank, job->digest == message->digest ? status : KVS_INVALID, message->ids,
+                status ? 0 : message->count);
+    return;
+  }
+  struct kvs_share_report *kept = &link->reports[link->next_report++ % KVS_SHARE_REPORTS];
+  *kept = (struct kvs_share_report){.key = message->key, .digest = message->digest, .status = status};
+  kept->count = status ? 0 : message->count;
+  memcpy(kept->failed, message->ids, kept->count * sizeof kept->failed[0]);
+}
+
+/* Reports that came before this process's own call. Those of ranks that are not here will not come. */
+static void take_kept(struct kvs_share *share, struct kvs_share_job *job) {
+  for (unsigned part = 0; part < job->nranks; part++) {
+    struct kvs_share_link *link = &share->links[job->order[part]];
+    if (part == job->mine) continue;
+    for (int i = 0; i < KVS_SHARE_REPORTS; i++) {
+      struct kvs_share_report *kept = &link->reports[i];
+      if (kept->key != job->key) continue;
+      kept->key = 0;
+      take_report(share, job, link->rank, kept->digest == job->digest ? kept->status : KVS_INVALID, kept->failed,
+                  kept->count);
+    }
+    if (link->state != KVS_LINK_LIVE) take_report(share, job, job->order[part], KVS_CLOSED, NULL, 0);
+  }
+}
+
+/* Tell the others how the own part has ended. The job may be gone then. */
+static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
+  struct kvs_share_message *message = &share->message;
+  if (job->told || job->left || !job->key || job->direction != KVS_D2H) return false;
+  job->told = true;
+  job->told_ns = kvs_clock_ns();
+  *message = (struct kvs_share_message){.kind = KVS_SHARE_REPORT, .key = job->key, .digest = job->digest};
+  for (size_t i = 0; i < job->count; i++)
+    if (job->failed[i] && part_of_block(share, job, i) == job->mine && message->count <= KVS_SHARE_FAILED)
+      message->ids[message->count++] = (uint32_t)i;
+  for (unsigned part = 0; part < job->nranks; part++) {
+    struct kvs_share_link *link = &share->links[job->order[part]];
+    if (part != job->mine && link->state == KVS_LINK_LIVE && !kvs_share_send(link->socket, message))
+      link->broken = true;
+  }
+  job->reported |= UINT32_C(1) << job->order[job->mine];
+  end_if_over(share, job);
+  return true;
+}
+
+/* The limit for the reports of others has passed. */
+static void give_up_reports(struct kvs_share *share, struct kvs_share_job *job, uint64_t now) {
+  if (!job->told || now < job->told_ns + share->asked.store_ns) return;
+  for (unsigned part = 0; part < job->nranks && job->state == KVS_STATE_RUNNING; part++)
+    take_report(share, job, job->order[part], KVS_TIMEOUT, NULL, 0);
+}
+
+/* -- passing on ---------------------------------------------------------------------------------------------------- */
+
+struct kvs_share_job *kvs_receive_find(const struct kvs_share *share, uint64_t key) {
+  return find_job(share, key, KVS_H2D);
+}
+
+int kvs_receive_pass(struct kvs_share *share, struct kvs_share_job *job, uint32_t piece, uint64_t to, kvs_stream stream,
+                     struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct piece_lists lists;
+  int status = make_lists(share, 1, &lists, err);
+  if (status) return status;
+  list_piece(share, job, piece, (int64_t)(to / share->piece_blocks), &lists);
+  const struct kvs_move asked = {.src = share->gpu_pools,
+                                 .dst = share->bounce_pools,
+                                 .npairs = share->npools,
+                                 .src_ids = {lists.gpu, 8, lists.count},
+                                 .dst_ids = {lists.host, 8, lists.count}};
+  struct kvs_options options = {.on_stream = true, .stream = stream};
+  if (share->engine->device->info.kernels) options.path = KVS_PATH_KERNEL;
+  status = kvs_move_blocks(&asked, &options, transfer, err);
+  free(lists.host);
+  if (!status) job->passing++;
+  return status;
+}
+
+void kvs_receive_passed(struct kvs_share *share, struct kvs_share_job *job) {
+  job->passing--;
+  end_if_over(share, job);
+}
+
+/* -- answers ------------------------------------------------------------------------------------------------------- */
+
+/* The member brings nothing of a shared load: the own link does. */
+static void leave_out(struct kvs_share_job *job, unsigned rank) {
+  job->absent |= UINT32_C(1) << rank;
+  for (unsigned part = 0; part < job->nranks; part++)
+    while (job->order[part] == rank && unasked(job, part)) job->again[job->nagain++] = take_first(job, part);
+}
+
 bool kvs_receive_done(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_message *message) {
   if (message->slot >= share->nslots) return false;
   struct kvs_share_slot *slot = &link->slots[message->slot];
@@ -357,7 +551,10 @@ bool kvs_receive_done(struct kvs_share *share, struct kvs_share_link *link, cons
   }
   struct kvs_share_job *job = slot->job;
   slot->state = KVS_SLOT_FREE;
-  if (message->status) {
+  if (message->status && job->key) {
+    give_up(slot);
+    leave_out(job, link->rank);
+  } else if (message->status) {
     give_up(slot);
     if (message->status != KVS_CANCELLED) link->paused_ns = link->heard_ns + PAUSE_MS * UINT64_C(1000000);
   } else if (job->direction == KVS_H2D) {
@@ -384,6 +581,7 @@ static void make_late(struct kvs_share *share, struct kvs_share_link *link) {
   for (unsigned i = 0; i < share->nslots; i++) {
     struct kvs_share_slot *slot = &link->slots[i];
     if (slot->state != KVS_SLOT_ASKED) continue;
+    if (slot->job->key) leave_out(slot->job, link->rank);
     give_up_late(slot);
     share->stats.pieces_late++;
     drop(share, link, slot);
@@ -393,7 +591,7 @@ static void make_late(struct kvs_share *share, struct kvs_share_link *link) {
 /* The own link has nothing left to do: it takes what others have not begun, perhaps since they are busy themselves. */
 static bool recall(struct kvs_share *share, struct kvs_share_job *job) {
   bool changed = false;
-  if (own_works(job) || job->nagain || job->head < job->tail) return false;
+  if (job->key || own_works(job) || job->nagain || job->head < job->tail) return false;
   for (unsigned rank = 0; rank < KVS_SHARE_RANKS; rank++)
     for (unsigned i = 0; share->links[rank].state == KVS_LINK_LIVE && i < share->nslots; i++) {
       struct kvs_share_slot *slot = &share->links[rank].slots[i];
@@ -404,8 +602,23 @@ static bool recall(struct kvs_share *share, struct kvs_share_job *job) {
   return changed;
 }
 
+/* Nobody knows what a member stored that has ended without a report. */
+static void lose_shared(struct kvs_share *share, unsigned rank) {
+  const struct kvs_share_message nothing = {.status = KVS_CLOSED};
+  struct kvs_share_job *next;
+  for (struct kvs_share_job *job = share->jobs; job; job = next) {
+    next = job->next;
+    if (!job->key || !(ranks_of(job) >> rank & 1)) continue;
+    if (job->direction == KVS_D2H)
+      take_report(share, job, rank, nothing.status, nothing.ids, 0);
+    else
+      leave_out(job, rank);
+  }
+}
+
 void kvs_receive_lose(struct kvs_share *share, struct kvs_share_link *link) {
   make_late(share, link);
+  lose_shared(share, link->rank);
   for (unsigned i = 0; i < share->nslots; i++)
     if (link->slots[i].state == KVS_SLOT_ARRIVED) {
       link->slots[i].state = KVS_SLOT_FREE;
@@ -431,6 +644,28 @@ static bool is_late(const struct kvs_share *share, const struct kvs_share_link *
   return false;
 }
 
+/* The part of a shared load that the member of the link brings; -1: none, or it does not take part. */
+static int part_of(const struct kvs_share_job *job, const struct kvs_share_link *link) {
+  for (unsigned part = 0; part < job->nranks; part++)
+    if (job->order[part] == link->rank && !(job->absent >> link->rank & 1)) return (int)part;
+  return -1;
+}
+
+/* Ask for pieces of a shared load. */
+static bool ask_shared(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job) {
+  int part = job->direction == KVS_H2D ? part_of(job, link) : -1;
+  bool changed = false;
+  if (link->state != KVS_LINK_LIVE || part < 0 || share->stop) return false;
+  for (unsigned i = 0; i < share->nslots && unasked(job, (unsigned)part); i++) {
+    struct kvs_share_slot *slot = &link->slots[i];
+    if (slot->state != KVS_SLOT_FREE) continue;
+    slot->job = job;
+    slot->piece = take_first(job, (unsigned)part);
+    changed = ask(share, link, slot);
+  }
+  return changed;
+}
+
 /* Give pieces of the job to the free slots of a link. */
 static bool share_out(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
   bool changed = false;
@@ -448,7 +683,7 @@ static bool share_out(struct kvs_share *share, struct kvs_share_link *link, stru
 }
 
 static bool link_step(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
-  bool changed = share_out(share, link, job, now);
+  bool changed = job->key ? ask_shared(share, link, job) : share_out(share, link, job, now);
   if (job->direction == KVS_H2D) return move_slots(share, link, job, KVS_SLOT_ARRIVED, KVS_SLOT_EMPTYING) || changed;
   for (int at = 0; at < KVS_SHARE_MOVES; at++) /* slots that a copy fills already */
     if (share->moves[at].transfer && share->moves[at].link == link && share->moves[at].job == job) return changed;
@@ -466,6 +701,9 @@ static bool job_step(struct kvs_share *share, struct kvs_share_job *job, uint64_
       if (share->links[i].state != KVS_LINK_UNUSED) changed |= link_step(share, &share->links[i], job, now);
     changed |= own_step(share, job);
     changed |= job->state == KVS_STATE_RUNNING && recall(share, job);
+    changed |= job->state == KVS_STATE_RUNNING && tell(share, job);
+    if (job->state == KVS_STATE_RUNNING) give_up_reports(share, job, now);
+    end_if_over(share, job);
   }
   if (atomic_fetch_sub(&job->refs, 1) == 1) kvs_receive_free(job);
   return changed;
@@ -493,7 +731,7 @@ bool kvs_receive_works(const struct kvs_share *share) {
   for (int i = 0; i < KVS_SHARE_MOVES; i++)
     if (share->moves[i].transfer) return true;
   for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
-    if (own_works(job) || job->nagain || job->head < job->tail) return true;
+    if (own_works(job) || has_unasked(job)) return true;
   return false;
 }
 
@@ -506,7 +744,33 @@ uint64_t kvs_receive_next_ns(const struct kvs_share *share) {
     if (link->state == KVS_LINK_LIVE && asked && link->heard_ns + share->asked.stall_ns < next)
       next = link->heard_ns + share->asked.stall_ns;
   }
+  for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
+    if (job->told && job->told_ns + share->asked.store_ns < next) next = job->told_ns + share->asked.store_ns;
   return next;
+}
+
+/* -- pools over slots ---------------------------------------------------------------------------------------------- */
+
+int kvs_receive_open_pools(const struct kvs_share *share, uint64_t base, uint64_t blocks, struct kvs_pool ***made,
+                           struct kvs_error *err) {
+  struct kvs_pool **pools = *made = calloc(share->npools, sizeof *pools);
+  int status = pools ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", share->npools);
+  for (size_t i = 0; !status && i < share->npools; i++) {
+    struct kvs_pool_layout layout;
+    kvs_pool_get_layout(share->host_pools[i], &layout);
+    layout.ptr = layout.ptr - share->host_base + base;
+    layout.num_blocks = blocks;
+    layout.group = i ? pools[0] : NULL;
+    layout.name = NULL;
+    status = kvs_pool_open(share->engine, &layout, &pools[i], err);
+  }
+  return status;
+}
+
+void kvs_receive_close_pools(const struct kvs_share *share, struct kvs_pool **pools) {
+  for (size_t i = pools ? share->npools : 0; i-- > 0;)
+    if (pools[i]) kvs_pool_unref(pools[i]);
+  free(pools);
 }
 
 /* -- beginning ----------------------------------------------------------------------------------------------------- */
@@ -518,6 +782,30 @@ static int read_ids(const struct kvs_ids *ids, const char *name, uint64_t limit,
       return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, name, i,
                       out[i], limit, limit - 1);
   return KVS_OK;
+}
+
+/* FNV-1a: what members of a shared job must agree on. */
+static uint64_t mix(uint64_t digest, uint64_t word) {
+  for (int i = 0; i < 8; i++) digest = (digest ^ (word >> (8 * i) & 0xff)) * UINT64_C(0x100000001b3);
+  return digest;
+}
+
+static void name_job(struct kvs_share_job *job, const struct kvs_share_name *named) {
+  job->key = named->key;
+  for (unsigned rank = 0; rank < KVS_SHARE_RANKS; rank++) {
+    if (!(named->ranks >> rank & 1)) continue;
+    if (rank == named->rank) job->mine = job->nranks;
+    job->order[job->nranks++] = rank;
+  }
+  for (unsigned part = 0; part < job->nranks; part++)
+    job->back[part] = (job->npieces + job->nranks - 1 - part) / job->nranks;
+  job->head = job->tail = 0;
+  job->digest = mix(mix(UINT64_C(0xcbf29ce484222325), named->ranks), job->count);
+  for (size_t i = 0; i < job->count; i++) job->digest = mix(job->digest, (uint64_t)job->host[i]);
+  if (job->direction == KVS_H2D) return;
+  job->left = job->back[job->mine];
+  for (unsigned part = 0; part < job->nranks; part++)
+    if (part != job->mine) job->front[part] = job->back[part];
 }
 
 static int job_new(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
@@ -535,8 +823,9 @@ static int job_new(struct kvs_share *share, enum kvs_direction direction, const 
   job->gpu = calloc(room, sizeof *job->gpu);
   job->again = calloc(job->npieces + 1, sizeof *job->again);
   job->failed = calloc(room, 1);
+  job->here = calloc(job->npieces + 1, 1);
   kvs_pool_get_layout(share->gpu_pools[0], &layout);
-  int status = job->host && job->gpu && job->again && job->failed
+  int status = job->host && job->gpu && job->again && job->failed && job->here
                    ? KVS_OK
                    : kvs_fail(err, KVS_NOMEM, "no memory for a job of %zu blocks", count);
   if (!status) status = read_ids(host, "host_ids", share->num_blocks, job->host, err);
@@ -582,8 +871,17 @@ static int record_start(struct kvs_share *share, struct kvs_share_job *job, stru
   return status ? status : kvs_dev_event_record(device, job->start, compute, err);
 }
 
+/* What the own link begins with, in the call. */
+static void choose_first(const struct kvs_share *share, struct kvs_share_job *job) {
+  double shares = shares_of_others(share);
+  size_t first = shares > 0 ? (size_t)((double)job->tail / (1 + shares)) + OWN_MORE : job->tail;
+  if (job->key) choose_shared(share, job);
+  while (first-- > 0 && job->head < job->tail) job->again[job->nagain++] = (uint32_t)job->head++;
+}
+
 int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
-                      const struct kvs_ids *gpu, struct kvs_share_job **made, struct kvs_error *err) {
+                      const struct kvs_ids *gpu, const struct kvs_share_name *named, struct kvs_share_job **made,
+                      struct kvs_error *err) {
   struct kvs_pool_layout layout;
   struct kvs_share_job *job;
   struct kvs_error ignored;
@@ -593,10 +891,9 @@ int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, con
   status = check_twice(job, direction == KVS_H2D ? layout.num_blocks : share->num_blocks, err);
   if (!status) status = record_start(share, job, err);
   job->streams = share->njobs % KVS_SHARE_STREAMS;
-  double shares = shares_of_others(share);
-  size_t first = shares > 0 ? (size_t)((double)job->npieces / (1 + shares)) + OWN_MORE : job->npieces;
-  if (first > job->npieces) first = job->npieces;
-  if (!status && first) status = own_begin(share, job, &job->own[0], 0, first, err);
+  if (named) name_job(job, named);
+  choose_first(share, job);
+  if (!status && job->nagain) status = own_begin(share, job, &job->own[0], err);
   if (status) {
     if (job->start) (void)kvs_dev_event_destroy(share->engine->device, job->start, &ignored);
     kvs_receive_free(job);
@@ -607,6 +904,7 @@ int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, con
   while (*at) at = &(*at)->next;
   *at = job;
   *made = job;
+  if (job->key && direction == KVS_D2H) take_kept(share, job);
   if (!job->npieces) end_if_over(share, job);
   return KVS_OK;
 }

@@ -6,10 +6,24 @@
 
 /* By any thread: a job with its first transfer over the own link queued. The list keeps a reference. */
 int kvs_receive_begin(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
-                      struct kvs_share_job **, struct kvs_error *);
+                      const struct kvs_share_name *named, struct kvs_share_job **, struct kvs_error *);
+
+/* Memory at `base` for so many blocks of the host's form, as pools: one for each pool of the host. Closing takes what
+ * opening made, also in part, and NULL. */
+int kvs_receive_open_pools(const struct kvs_share *, uint64_t base, uint64_t blocks, struct kvs_pool ***,
+                           struct kvs_error *);
+void kvs_receive_close_pools(const struct kvs_share *, struct kvs_pool **);
 
 /* By the member's thread from here on. An answer of another member. False: it breaks the rules. */
 bool kvs_receive_done(struct kvs_share *, struct kvs_share_link *, const struct kvs_share_message *);
+/* The other member's part of a shared store has ended. */
+void kvs_receive_report(struct kvs_share *, struct kvs_share_link *, const struct kvs_share_message *);
+/* A running shared load; NULL: none has the key. Pass a piece of it on: its blocks go to blocks of share->bounce_pools
+ * from `to` on. kvs_receive_passed: that has ended. */
+struct kvs_share_job *kvs_receive_find(const struct kvs_share *, uint64_t key);
+int kvs_receive_pass(struct kvs_share *, struct kvs_share_job *, uint32_t piece, uint64_t to, kvs_stream,
+                     struct kvs_transfer **, struct kvs_error *);
+void kvs_receive_passed(struct kvs_share *, struct kvs_share_job *);
 /* The link has ended: its pieces go over the own link. */
 void kvs_receive_lose(struct kvs_share *, struct kvs_share_link *);
 /* The other process has ended or said BYE: no slot is accessed any more. */

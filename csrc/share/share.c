@@ -236,29 +236,15 @@ static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int 
 }
 
 static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link, struct kvs_error *err) {
-  link->pools = calloc(share->npools, sizeof *link->pools);
   link->requests = calloc(KVS_SHARE_SLOTS, sizeof *link->requests);
-  if (!link->pools || !link->requests) return kvs_fail(err, KVS_NOMEM, "no memory for a link");
-  int status = KVS_OK;
-  for (size_t i = 0; !status && i < share->npools; i++) {
-    struct kvs_pool_layout layout;
-    kvs_pool_get_layout(share->host_pools[i], &layout);
-    layout.ptr = layout.ptr - share->host_base + link->near;
-    layout.num_blocks = (uint64_t)share->nslots * share->piece_blocks;
-    layout.group = i ? link->pools[0] : NULL;
-    layout.name = NULL;
-    status = kvs_pool_open(share->engine, &layout, &link->pools[i], err);
-  }
-  return status;
+  if (!link->requests) return kvs_fail(err, KVS_NOMEM, "no memory for a link");
+  return kvs_receive_open_pools(share, link->near, (uint64_t)share->nslots * share->piece_blocks, &link->pools, err);
 }
 
 /* Nothing uses its memory any more. */
 static void link_clear(struct kvs_share *share, struct kvs_share_link *link) {
   struct kvs_error ignored;
-  if (link->pools)
-    for (size_t i = share->npools; i-- > 0;)
-      if (link->pools[i]) kvs_pool_unref(link->pools[i]);
-  free(link->pools);
+  kvs_receive_close_pools(share, link->pools);
   free(link->requests);
   if (link->near) kvs_engine_free_later(share->engine, link->near);
   if (link->far) (void)kvs_range_free(share->engine, link->far, &ignored);
@@ -322,7 +308,7 @@ int kvs_share_link(struct kvs_share *share, unsigned rank, int socket, int proce
     status = kvs_fail(err, KVS_CLOSED, "the member is closed, or rank %u was not met", rank);
   if (!status && (far_slots < 1 || far_slots > KVS_SHARE_SLOTS))
     status = kvs_fail(err, KVS_INVALID, "rank %u has %u slots; 1 to %d are known", rank, far_slots, KVS_SHARE_SLOTS);
-  if (!status && share->asked.lends) status = map_far(share, link, slots_fd, far_slots, err);
+  if (!status) status = map_far(share, link, slots_fd, far_slots, err);
   if (!status) {
     link->socket = socket;
     link->process = process;
@@ -400,6 +386,9 @@ static bool take_message(struct kvs_share *share, struct kvs_share_link *link,
     return kvs_bring_drop(share, link, message);
   case KVS_SHARE_DONE:
     return kvs_receive_done(share, link, message);
+  case KVS_SHARE_REPORT:
+    kvs_receive_report(share, link, message);
+    return true;
   case KVS_SHARE_BYE:
     link->left = true;
     return false;
@@ -535,9 +524,19 @@ void kvs_share_unref(struct kvs_share *share) {
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
 
+static int check_name(const struct kvs_share_name *named, struct kvs_error *err) {
+  if (named->key && named->rank < KVS_SHARE_RANKS && named->ranks >> named->rank & 1 &&
+      named->ranks >> KVS_SHARE_RANKS == 0)
+    return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "ranks are %#x: they are 0 to %d, with the own one, %u", named->ranks,
+                  KVS_SHARE_RANKS - 1, named->rank);
+}
+
 int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
-                     const struct kvs_ids *gpu, struct kvs_share_job **made, struct kvs_error *err) {
+                     const struct kvs_ids *gpu, const struct kvs_share_name *named, struct kvs_share_job **made,
+                     struct kvs_error *err) {
   int status = check_rank(share, 0, err);
+  if (!status && named) status = check_name(named, err);
   if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d: a job is D2H or H2D", (int)direction);
@@ -546,7 +545,7 @@ int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, cons
                     gpu->count);
   pthread_mutex_lock(&share->lock);
   status = share->stop ? kvs_fail(err, KVS_CLOSED, "the member is closed")
-                       : kvs_receive_begin(share, direction, host, gpu, made, err);
+                       : kvs_receive_begin(share, direction, host, gpu, named, made, err);
   pthread_mutex_unlock(&share->lock);
   if (status) return status;
   (*made)->share = share;

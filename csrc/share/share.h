@@ -20,10 +20,13 @@ struct kvs_share_options {
   bool lends;            /* brings pieces of others */
   double share;          /* what another member brings for each byte of the own link, 0.1 to 10 */
   uint64_t stall_ns;     /* a member that answers nothing for so long is late */
+  uint64_t wait_ns;      /* for a member's own call of a shared load */
+  uint64_t store_ns;     /* for its part of a shared store */
 };
 
 struct kvs_share_stats {
   uint64_t brought_for_others[2], brought_by_others[2]; /* bytes, by direction */
+  uint64_t passed_on;                                   /* bytes of shared loads, from this GPU to others */
   uint64_t pieces_late, answers_dropped, links_lost;
 };
 
@@ -59,10 +62,19 @@ void kvs_share_unmeet(struct kvs_share *, unsigned rank);
 uint32_t kvs_share_linked(struct kvs_share *); /* a bit for each rank that has a link */
 int kvs_share_wait_linked(struct kvs_share *, uint32_t ranks, int64_t timeout_ns, struct kvs_error *);
 
-/* Copy blocks host[i] -> gpu[i], or back. The blocks belong to the job until it has ended. The first part is queued in
- * the call; the rest by the member's thread. */
+/* A load that members share by a key, of one generation: each rank of `ranks` brings its part from the host, and passes
+ * it on. A store: each writes its part, and a block is stored where the parts of all are. Ranks whose lists or ranks
+ * differ load alone, and store nothing. */
+struct kvs_share_name {
+  uint64_t key;   /* not 0; not used again for other blocks while a member may be late */
+  uint32_t ranks; /* a bit each, with the own one */
+  unsigned rank;  /* the own one */
+};
+
+/* named: NULL: not shared. Copy blocks host[i] -> gpu[i], or back. The blocks belong to the job until it has ended. The
+ * first part is queued in the call; the rest by the member's thread. */
 int kvs_share_submit(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
-                     struct kvs_share_job **, struct kvs_error *);
+                     const struct kvs_share_name *named, struct kvs_share_job **, struct kvs_error *);
 void kvs_share_job_ref(struct kvs_share_job *);
 void kvs_share_job_unref(struct kvs_share_job *);
 struct kvs_share *kvs_share_job_share(const struct kvs_share_job *); /* borrowed */

@@ -36,6 +36,8 @@ enum {
   KVS_SHARE_ON_LINK = 2, /* pieces of others on the link, in each direction */
   KVS_SHARE_MOVES = 32,  /* copies between slots and blocks that are under way */
   KVS_SHARE_OWN = 2,     /* transfers of a job over the own link that are under way */
+  KVS_SHARE_FAILED = 32, /* failed blocks that a report names; more: all of its part */
+  KVS_SHARE_REPORTS = 8,
   KVS_SHARE_STREAMS = 4, /* pairs of streams; jobs take them in turn */
 };
 
@@ -58,9 +60,17 @@ struct kvs_share_slot {
 
 /* A TAKE that waits for its turn. */
 struct kvs_share_request {
-  uint32_t generation, direction, count;
+  uint32_t generation, direction, count, piece;
   uint16_t slot;
+  uint64_t key, digest, since_ns;
   uint32_t ids[KVS_SHARE_BLOCKS];
+};
+
+/* How a member's part of a shared store has ended, kept until this process calls its own. */
+struct kvs_share_report {
+  uint64_t key, digest; /* key 0: none */
+  int32_t status;       /* KVS_OK: all but `failed` of its blocks are stored */
+  uint32_t count, failed[KVS_SHARE_FAILED];
 };
 
 enum kvs_share_link_state { KVS_LINK_UNUSED, KVS_LINK_MADE, KVS_LINK_LIVE, KVS_LINK_GONE };
@@ -83,6 +93,8 @@ struct kvs_share_link {
   unsigned far_slots;
   struct kvs_share_request *requests; /* a ring of KVS_SHARE_SLOTS */
   unsigned first, waiting;
+  struct kvs_share_report reports[KVS_SHARE_REPORTS]; /* a ring */
+  unsigned next_report;
 };
 
 /* A piece on its way over this member's link. */
@@ -92,8 +104,10 @@ struct kvs_share_bounce {
   struct kvs_share_request asked; /* without its ids */
   uint64_t ptr, nbytes;
   kvs_stream stream;
-  int status;             /* of queueing; then the stream is idle at the end, not the event reached */
-  kvs_event crossed, end; /* the piece has crossed the link; no copy of it is left */
+  struct kvs_share_job *job;      /* whose piece is passed on from this GPU; NULL: it comes from the host */
+  struct kvs_transfer *gathering; /* of that piece */
+  int status;                     /* of queueing; then the stream is idle at the end, not the event reached */
+  kvs_event crossed, end;         /* the piece has crossed the link; no copy of it is left */
 };
 
 /* A copy between the slots of one link and blocks of the GPU. */
@@ -117,9 +131,19 @@ struct kvs_share_job {
   enum kvs_direction direction;
   int64_t *host, *gpu; /* ids */
   size_t count, npieces;
-  unsigned streams;    /* which pair */
-  kvs_event start;     /* what the compute stream had when the job was submitted */
-  size_t head, tail;   /* pieces [head, tail) are nobody's yet: the own link takes from the front, others from behind */
+  unsigned streams;  /* which pair */
+  kvs_event start;   /* what the compute stream had when the job was submitted */
+  size_t head, tail; /* pieces [head, tail) are nobody's yet: the own link takes from the front, others from behind */
+  /* A shared one: piece p is the part of the rank at p % nranks in `order`, and each part is taken from its front. */
+  uint64_t key, digest; /* key 0: it is not shared */
+  unsigned nranks, mine, order[KVS_SHARE_RANKS];
+  size_t front[KVS_SHARE_RANKS], back[KVS_SHARE_RANKS]; /* of each part: pieces that are nobody's yet */
+  uint32_t absent;                                      /* ranks that do not take part */
+  uint8_t *here;                                        /* by piece: it is in the GPU's blocks */
+  unsigned passing;                                     /* bounces that pass pieces on */
+  uint32_t reported;                                    /* of a store: ranks whose part has ended */
+  bool told;                                            /* the own part's end */
+  uint64_t told_ns;
   uint32_t *again;     /* pieces that others did not bring, for the own link */
   size_t nagain, left; /* left: pieces that have not ended */
   size_t late;         /* of a store: pieces that a late member may still write to the host */
@@ -154,6 +178,7 @@ struct kvs_share {
   struct kvs_share_link links[KVS_SHARE_RANKS]; /* by rank */
   struct kvs_share_bounce bounces[KVS_SHARE_BOUNCES];
   uint64_t bounce_memory;
+  struct kvs_pool **bounce_pools;
   unsigned last_served;                     /* rank whose piece was begun last */
   struct kvs_copies copies;                 /* room for a piece */
   kvs_stream streams[KVS_SHARE_STREAMS][2]; /* for slots, and for the own link */

@@ -7,10 +7,12 @@
 
 enum { KVS_SHARE_BLOCKS = 1024 /* most blocks of a piece */ };
 
-/* TAKE: bring a piece into a slot of the sender, or from it to the host. DROP: forget a TAKE that has not begun. DONE:
+/* TAKE: bring a piece into a slot of the sender, or from it to the host. With a key: a piece of the shared load of that
+ * key, from the receiver's own GPU, once it is there. REPORT: how the sender's part of the shared store of that key has
+ * ended; ids are the failed positions. DROP: forget a TAKE that has not begun. DONE:
  * the answer to each TAKE, after the last access to the slot; `status` KVS_OK, KVS_CANCELLED (dropped), or a failure.
  * BYE: the sender accesses no slot of the receiver any more; the last message. */
-enum kvs_share_kind { KVS_SHARE_TAKE = 1, KVS_SHARE_DROP, KVS_SHARE_DONE, KVS_SHARE_BYE };
+enum kvs_share_kind { KVS_SHARE_TAKE = 1, KVS_SHARE_DROP, KVS_SHARE_DONE, KVS_SHARE_BYE, KVS_SHARE_REPORT };
 
 struct kvs_share_message {
   uint32_t magic;
@@ -18,7 +20,9 @@ struct kvs_share_message {
   uint32_t generation; /* of the slot: an answer to an earlier use of the slot has another */
   int32_t status;
   uint32_t direction;
-  uint32_t count;                 /* of blocks */
+  uint32_t count;                 /* of ids */
+  uint32_t piece, unused;         /* piece: with a key, its number */
+  uint64_t key, digest;           /* of a shared load or store; key 0: none. digest: of its ids and ranks */
   uint32_t ids[KVS_SHARE_BLOCKS]; /* of the host; only `count` of them are sent */
 };
 

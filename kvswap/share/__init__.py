@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import re
 import weakref
 from collections.abc import Sequence
@@ -61,22 +62,59 @@ class Member:
             mask |= 1 << _rank(rank, f"ranks[{index}]")
         self._core.wait_linked(mask & ~(1 << self._rank), seconds(timeout))
 
-    def load(self, host_ids: Ids, gpu_ids: Ids) -> ShareTransfer:
+    def load(
+        self,
+        host_ids: Ids,
+        gpu_ids: Ids,
+        *,
+        shared: str | None = None,
+        generation: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> ShareTransfer:
         """Copy host block host_ids[i] to GPU block gpu_ids[i], each in every pool; other members' links take part.
 
         Starts after the work that is queued on the device's compute stream now. Unlike other transfers it is not all
         queued when the call returns: it goes on in a thread, no stream waits for it, and its blocks on both sides
         belong to it until it has ended. What others do not bring in time comes over this process's own link.
 
+        shared: a name for this load, if other members load the same host blocks to GPUs of their own: each brings a
+        part from the host, and takes the others' parts from their GPUs. generation: a number of the caller; a name and
+        a generation are used once. ranks: the members that share it, with this one; None: all that are here now.
+        Members may call at different times: a part is waited for as long as join(share_wait=) says, then it comes from
+        the host. Members whose host_ids or ranks differ load alone.
+
         IndexError: a block that does not exist. ValueError: a destination named twice, or lists of unequal length.
         QueueFull: too many unfinished transfers.
         """
-        return self._core.submit("H2D", host_ids, gpu_ids)
+        return self._core.submit("H2D", host_ids, gpu_ids, *self._named(shared, generation, ranks))
 
-    def store(self, gpu_ids: Ids, host_ids: Ids) -> ShareTransfer:
+    def store(
+        self,
+        gpu_ids: Ids,
+        host_ids: Ids,
+        *,
+        shared: str | None = None,
+        generation: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> ShareTransfer:
         """Copy GPU block gpu_ids[i] to host block host_ids[i]. As load(). A store that a member took part in that has
-        stopped without ending, as by SIGSTOP, does not end before that process goes on or ends: it may still write."""
-        return self._core.submit("D2H", host_ids, gpu_ids)
+        stopped without ending, as by SIGSTOP, does not end before that process goes on or ends: it may still write.
+
+        shared: as of load(): the members hold the same blocks, and each writes a part of them. A block is stored only
+        if its part was written: failed_positions names those of a member that failed, did not call within
+        join(store_wait=) seconds, or called with other host_ids or ranks. Ask every member before a hit is promised.
+        """
+        return self._core.submit("D2H", host_ids, gpu_ids, *self._named(shared, generation, ranks))
+
+    def _named(self, name: str | None, generation: int, ranks: Sequence[int] | None) -> tuple[int, int, int]:
+        """key, ranks as a mask, own rank; key 0: not shared."""
+        if name is None:
+            return 0, 0, 0
+        mask = self._core.linked() | 1 << self._rank
+        if ranks is not None:
+            mask = sum({1 << _rank(rank, f"ranks[{index}]") for index, rank in enumerate(ranks)})
+        digest = hashlib.blake2b(f"{generation}\0{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") | 1, mask, self._rank
 
     def stats(self) -> ShareStats:
         """Counts since the member joined."""
@@ -112,6 +150,8 @@ def join(
     piece_nbytes: int = 4 << 20,
     share: float = 1.0,
     stall: float = 0.02,
+    share_wait: float = 0.002,
+    store_wait: float = 1.0,
 ) -> Member:
     """Join a group of processes of this user on this machine, each with a device of its own.
 
@@ -124,7 +164,8 @@ def join(
       them, and as much for 4 pieces once. piece_nbytes: about the size of a piece, which is whole blocks, at most
       64 MiB.
     share: bytes that another member brings for each byte that comes over the own link, 0.1 to 10.
-    stall: seconds; a member that answers nothing for so long is not waited for.
+    stall: seconds; a member that answers nothing for so long is not waited for. share_wait, store_wait: seconds that
+      other members wait for this one's call of a shared load, and this one for others' parts of a shared store.
 
     Members may come and go at any time: Member.peers says who is here. Joining allocates memory and makes streams:
     do it before the model runs. Members of one group must agree on memory and piece_nbytes; others stay apart, and the
@@ -150,6 +191,8 @@ def join(
         bool(lend),
         float(share),
         float(stall),
+        float(share_wait),
+        float(store_wait),
     )
     meeting = Meeting(core, group, rank, memory, bool(lend))
     member = Member(core, meeting, group, rank)

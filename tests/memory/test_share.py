@@ -15,7 +15,6 @@ import socket
 import struct
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +62,8 @@ member.close(30)
 class Other:
     """A member in a process of its own, which evaluates lines."""
 
+    source = MEMBER
+
     def __init__(self, name: str, rank: int, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK,
                  **options: Any) -> None:  # fmt: skip
         given = {
@@ -75,18 +76,27 @@ class Other:
         }
         given["options"] = {"piece_nbytes": PIECE, **options}
         self.popen = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(MEMBER), json.dumps(given)],
+            [sys.executable, "-X", "faulthandler", "-c", self.source, json.dumps(given)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **elsewhere(),
         )  # fmt: skip
 
-    def ask(self, line: str) -> Any:
-        assert self.popen.stdin is not None and self.popen.stdout is not None
+    def say(self, line: str) -> None:
+        assert self.popen.stdin is not None
         self.popen.stdin.write(line + "\n")
         self.popen.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.popen.stdout is not None
         return json.loads(self.popen.stdout.readline())
+
+    def ask(self, line: str) -> Any:
+        self.say(line)
+        return self.hear()
 
     def stop(self, how: int = signal.SIGKILL) -> None:
         self.popen.send_signal(how)
+        if how == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.popen.pid, os.WSTOPPED | os.WNOWAIT)
 
     def end(self) -> int:
         self.popen.communicate(timeout=PATIENCE)
@@ -199,8 +209,8 @@ def test_any_form(name: str, layers: int, page: int, blocks: int, piece: int) ->
     here = Here(name, **form)
     other = Other(name, 1, **form)
     here.member.wait_peers([1], PATIENCE)
-    moved = sum(here.check_load(blocks).by_others + here.check_store(blocks).by_others for _ in range(5))
-    assert moved > 0
+    until(lambda: here.check_load(blocks).by_others > 0)
+    until(lambda: here.check_store(blocks).by_others > 0)
     here.close()
     other.end()
 
@@ -371,7 +381,7 @@ def test_closing_ends_what_has_begun(here: Here, other: Other) -> None:
 
 # -- one that breaks the rules -----------------------------------------------------------------------------------------
 
-_MESSAGE = struct.Struct("<IHHIiII")
+_MESSAGE = struct.Struct("<IHHIiIIIIQQ")
 _MAGIC, TAKE, DROP, DONE, BYE = 0x3153564B, 1, 2, 3, 4
 
 
@@ -403,7 +413,7 @@ class Rogue:
     def hear(self) -> tuple[int, int, int, int, list[int]]:
         """kind, slot, generation, direction, ids"""
         data = self.socket.recv(8192)
-        magic, kind, slot, generation, _, direction, count = _MESSAGE.unpack_from(data)
+        magic, kind, slot, generation, _, direction, count, *_ = _MESSAGE.unpack_from(data)
         assert magic == _MAGIC
         return kind, slot, generation, direction, list(struct.unpack_from(f"<{count}I", data, _MESSAGE.size))
 
@@ -412,7 +422,7 @@ class Rogue:
 
     def say(self, kind: int, slot: int = 0, generation: int = 0, status: int = 0, count: int = 0, ids: bytes = b"",
             magic: int = _MAGIC, direction: int = 1) -> None:  # fmt: skip
-        self.socket.send(_MESSAGE.pack(magic, kind, slot, generation, status, direction, count) + ids)
+        self.socket.send(_MESSAGE.pack(magic, kind, slot, generation, status, direction, count, 0, 0, 0, 0) + ids)
 
     def bring(self, slot: int, direction: int, ids: list[int], junk: bool = False) -> None:
         """What a bringer's copies do."""
@@ -527,6 +537,139 @@ def test_a_failed_piece_comes_over_the_own_link(here: Here, rogue: Rogue) -> Non
     assert here.check_load(BLOCKS, refuse).by_others == 0
 
 
+# -- shared loads and stores -------------------------------------------------------------------------------------------
+
+SHARED = """
+import numpy as np
+def content():  # of all layers, block by block
+    flat = [np.empty(given["blocks"] * page, np.uint8) for _ in buffers]
+    for buffer, array in zip(buffers, flat):
+        kvswap.swap_blocks_batch([buffer.ptr], [array.ctypes.data], array.nbytes, device=device).wait(30)
+    return np.stack([array.reshape(-1, page) for array in flat], 1)
+def wanted(ids):
+    return np.stack([memory.layer(i)[ids] for i in range(given["layers"])], 1)
+def load(seed, **how):
+    rng = np.random.default_rng(seed)
+    host = rng.permutation(given["blocks"])[: given["blocks"] * 3 // 4]
+    gpu = np.random.default_rng([seed, given["rank"]]).permutation(given["blocks"])[: len(host)]
+    transfer = member.load(host, gpu, **how)
+    transfer.wait(30)
+    return [bool((content()[gpu] == wanted(host)).all()), transfer.by_others, transfer.nbytes]
+def fill(seed):  # the same on each rank
+    data = np.random.default_rng(seed).integers(0, 256, (given["blocks"], len(buffers), page), dtype=np.uint8)
+    for i, buffer in enumerate(buffers):
+        array = np.ascontiguousarray(data[:, i])
+        kvswap.swap_blocks_batch([array.ctypes.data], [buffer.ptr], array.nbytes, device=device).wait(30)
+    return data
+def store(seed, wrong=False, **how):
+    data, rng = fill(seed), np.random.default_rng(seed)
+    gpu, host = (rng.permutation(given["blocks"])[: given["blocks"] * 3 // 4] for _ in range(2))
+    transfer = member.store(gpu, host[::-1] if wrong else host, **how)
+    try:
+        transfer.wait(30)
+        why = None
+    except kvswap.Error as error:
+        why = str(error)
+    right = np.setdiff1d(np.arange(len(gpu)), transfer.failed_positions)
+    return [bool((wanted(host[right]) == data[gpu[right]]).all()), transfer.failed_positions.tolist(), why]
+"""
+
+
+class Rank(Other):
+    """A member that makes shared loads and stores."""
+
+    source = MEMBER.replace("for line in", SHARED + "for line in")
+
+
+def all_ask(members: list[Rank], *lines: str) -> list[Any]:
+    for member, line in zip(members, lines * len(members), strict=False):
+        member.say(line)
+    return [member.hear() for member in members]
+
+
+@pytest.fixture
+def ranks(name: str) -> Iterator[list[Rank]]:
+    memory = SharedPool(name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0"))
+    rng = np.random.default_rng(5)
+    for layer in range(LAYERS):
+        memory.layer(layer)[:] = rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8)
+    members = [Rank(name, rank, stall=10.0, share_wait=5.0, store_wait=20.0) for rank in range(3)]
+    for member in members:
+        assert member.ask("member.wait_peers([0, 1, 2], 60)") is None
+    yield members
+    for member in members:
+        member.stop()
+        member.end()
+    memory.close(PATIENCE, force=True)
+
+
+def test_each_brings_a_part_and_takes_the_others(ranks: list[Rank]) -> None:
+    for seed in range(3):
+        found = all_ask(ranks, f"load({seed}, shared='one', generation={seed})")
+        assert all(right for right, _, _ in found)
+        assert all(by_others > 0 for _, by_others, _ in found)
+    stats = [member.ask("member.stats()") for member in ranks]
+    assert sum(one["passed_on"] for one in stats) == sum(one["brought_by_others_h2d"] for one in stats)
+    assert all(one["pieces_late"] == one["links_lost"] == 0 for one in stats)
+
+
+def test_one_that_does_not_call_is_not_waited_for(name: str) -> None:
+    with SharedPool(name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0")):
+        members = [Rank(name, rank, stall=10.0, share_wait=0.05) for rank in range(2)]
+        for member in members:
+            member.ask("member.wait_peers([0, 1], 60)")
+        right, by_others, _ = members[0].ask("load(1, shared='x')")
+        assert right and by_others == 0
+        assert members[1].ask("load(1, shared='x')")[0]  # later, alone
+        for member in members:
+            assert member.end() == 0
+
+
+def test_ranks_that_disagree_load_alone(ranks: list[Rank]) -> None:
+    found = all_ask(ranks, *(f"load({rank}, shared='two')" for rank in range(3)))
+    assert all(right and by_others == 0 for right, by_others, _ in found)
+    found = all_ask(ranks, *(f"load(3, shared='three', ranks={[0, 1] if rank < 2 else [0, 2]})" for rank in range(3)))
+    assert all(right for right, _, _ in found)
+
+
+def test_a_store_is_written_once_in_parts(ranks: list[Rank]) -> None:
+    before = [member.ask("member.stats()") for member in ranks]
+    for seed in range(3):
+        found = all_ask(ranks, f"store({seed}, shared='s', generation={seed})")
+        assert found == [[True, [], None]] * 3
+    written = [member.ask("device.stats()['bytes_d2h']") for member in ranks]
+    assert sum(written) < 3 * 2 * BLOCKS * BLOCK + 3 * BLOCKS * BLOCK  # content() is not asked for here
+    assert [member.ask("member.stats()") for member in ranks] == before
+
+
+def test_a_block_that_one_did_not_store_is_stored_for_none(ranks: list[Rank]) -> None:
+    """One calls with other ids; then one does not call."""
+    found = all_ask(ranks, "store(1, shared='t')", "store(1, shared='t')", "store(1, True, shared='t')")
+    pieces = np.arange(BLOCKS * 3 // 4) // 8 % 3
+    for rank in (0, 1):
+        assert found[rank][1] == np.flatnonzero(pieces == 2).tolist()
+        assert "rank 2 did not store its part" in found[rank][2]
+    assert found[2][1] == np.flatnonzero(pieces != 2).tolist()
+    ranks[2].stop()
+    for rank in (0, 1):
+        ranks[rank].say("store(2, shared='u', ranks=[0, 1, 2])")
+    for rank in (0, 1):
+        assert ranks[rank].hear()[:2] == [True, np.flatnonzero(pieces == 2).tolist()]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_during_a_shared_load(ranks: list[Rank], seed: int) -> None:
+    for turn in range(3):
+        for member in ranks:
+            member.say(f"load({turn}, shared='k', generation={turn})")
+        if turn == 1:
+            time.sleep(random.Random(seed).random() * 0.02)
+            killed = ranks.pop()
+            killed.stop()
+            killed.end()
+        assert all(member.hear()[0] for member in ranks)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -543,7 +686,7 @@ def test_what_a_group_needs(here: Here) -> None:
         share.join(here.name, 1, here.memory, here.pools, host=here.hosts, slots=9)
     with pytest.raises(ValueError, match="share is 0"):
         share.join(here.name, 1, here.memory, here.pools, host=here.hosts, share=0)
-    with pytest.raises(ValueError, match="stall is no time in seconds"):
+    with pytest.raises(ValueError, match="stall or another limit is no time in seconds"):
         share.join(here.name, 1, here.memory, here.pools, host=here.hosts, stall=0)
     with pytest.raises(TimeoutError):
         here.member.wait_peers([1], 0.05)
