@@ -285,7 +285,7 @@ def test_auto_borrows_for_large_transfers(device: kvswap.Device, lender: kvswap.
     """Both ways, and by a burst while nobody lends."""
     if codec is None and device.kind == "host":
         pytest.skip("without a codec a host device copies by threads")
-    count, page = 70, 1 * MIB
+    count, page = 1120, 64 * KIB
     gpu, coding = Buffer(device, count * page), Coding(page, codec) if codec else None
     nbytes = coding.coded_nbytes if coding else page
     host = Buffer(device, count * nbytes, "cpu")
@@ -312,7 +312,7 @@ def test_auto_borrows_for_large_transfers(device: kvswap.Device, lender: kvswap.
     lender.lend(device, timeout=PATIENCE)
     try:
         assert both(count) == {"borrow"}
-        assert both(20) == {"burst"}
+        assert both(320) == {"burst"}
         assert "borrow" not in both(count, priority="background")
         with Gate(lender) as gate:
             gate.hold(held := kvswap.Stream(lender))

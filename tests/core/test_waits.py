@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Cache, Gate, run_python, seam, write_pattern
+from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Cache, Gate, run_python, seam, second_device, write_pattern
 from processes import Failed, Process
 
 import kvswap
@@ -233,7 +233,7 @@ def call_set_slots(stuck: Stuck) -> Call:
 
 def call_lend(stuck: Stuck) -> Call:
     """The link carries what waits; it is lent with other slots."""
-    lender = kvswap.Device("host:58")
+    lender = second_device(stuck.device, "host:58")
     lender.lend(stuck.device, 128 << 10, timeout=PATIENCE)
     stuck.stack.callback(lender.lend, stuck.device, 0, timeout=PATIENCE)
     gpu, host = stuck.device.alloc(1 << 20), stuck.device.alloc(1 << 20, host=True)
