@@ -49,10 +49,11 @@ unpack "$pack" "$base"
 [ -z "${LMCACHE:-}" ] || unpack "$LMCACHE" "$base/lmcache"
 wait "$builder" || exit 2
 
-# The engine and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
+# The engine, LMCache and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
 mkdir -p "$base/first"
-printf 'import sys\n\nsys.path += ["%s", "%s"]\n' "$base"{,/lmcache}/site > "$base/first/sitecustomize.py"
-export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$base/lmcache/tree:$(dirname "$here")" PYTHONUNBUFFERED=1
+printf 'import sys\n\nsys.path.append("%s")\n' "$base/site" > "$base/first/sitecustomize.py"
+export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$base/lmcache/tree:$base/lmcache/site:$(dirname "$here")"
+export PYTHONUNBUFFERED=1
 export LMCACHE_TRACK_USAGE=false
 export VLLM_CACHE_ROOT="$base/cache" VLLM_CONFIG_ROOT="$base/config" TRITON_CACHE_DIR="$base/triton" HF_HOME="$base/hf"
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
