@@ -17,6 +17,9 @@ from serving.regimes import Regime
 from serving.worker import CPU_FOLDER
 
 LIMIT = 60.0  # seconds that a request, or a set of them, may take
+# Steps after the last request, as a server makes them: LMCache keeps a request's blocks until a step reports that it
+# has ended, and with asynchronous scheduling up to two steps are queued before that one.
+BEHIND = 4
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler and the cache are in this process, to be looked at
@@ -231,7 +234,8 @@ class Engine:
         """Empty the GPU's prefix cache; the host's stays."""
         self.settle()
         for turn in range(100):
-            self.step({})  # LMCache keeps a request's blocks until the step after its last, as a server would make one
+            for _ in range(BEHIND):
+                self.step({})
             if self.llm.reset_prefix_cache():
                 return
             time.sleep(0.02)
