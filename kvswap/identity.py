@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvswap.codecs import Coding
 from kvswap.files import Layout
 
 __all__ = ["FIELDS", "RUN_TIME", "Field", "Identity", "Said", "digest_of", "folder", "forget", "in_words", "table"]
@@ -221,9 +222,9 @@ class Identity:
         """32 bytes that differ where the identities do."""
         return hashlib.sha256(self.text.encode()).digest()
 
-    def layout(self, block_nbytes: int) -> Layout:
-        """Of a store of such blocks."""
-        return Layout(block_nbytes, **self.fields)
+    def layout(self, block_nbytes: int, coding: Coding | None = None) -> Layout:
+        """Of a store of such blocks. coding: how they are coded, if they are."""
+        return Layout(block_nbytes, coding=coding, **self.fields)
 
     def warn(self, log: logging.Logger, where: str) -> None:
         """Log what keeps blocks from being found, and what changes that, if anything does. where: of the options."""

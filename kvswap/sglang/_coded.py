@@ -36,8 +36,8 @@ def refuse(label: str, why: str) -> ValueError:
 
 def _not_here(*given: Any, **named: Any) -> Any:
     raise NotImplementedError(
-        "a host pool of coded pages: kvswap's copies code and decode them; SGLang's own copies and storage backends "
-        f"cannot. Unset {_plugin.CODEC_SWITCH}"
+        "a host pool of coded pages: kvswap's copies code and decode them, and kvswap.sglang.FileStorage stores them; "
+        f"SGLang's own copies and storage backends cannot. Unset {_plugin.CODEC_SWITCH}"
     )
 
 
@@ -61,7 +61,7 @@ class CodedPages:
         assert codec is not None
         if _plugin.is_incomplete(_plugin.CODEC_SWITCH):
             raise refuse(label, "cannot be coded: SGLang did not apply all of kvswap's hooks, as its log says")
-        page = page_of(label, self)
+        self._page = page = page_of(label, self)
         if not page.is_coded(codec):
             raise refuse(label, f"has pages of {page.nbytes} bytes of {dtype}, which {codec} makes no smaller")
         self.coding: Coding = page.coding(codec)
@@ -72,6 +72,18 @@ class CodedPages:
     def slot_nbytes(self) -> int:
         """Of a page."""
         return self.coding.coded_nbytes * self.layer_num * self.parts
+
+    @property
+    def page_coding(self) -> Coding:
+        """Of a page: what a file store is told (FileStorage)."""
+        return self._page.coding(self.coding.codec, self.layer_num * self.parts)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        """SGLang's: addresses and sizes of the pieces of these tokens' pages. A page is one piece."""
+        pool: Any = self
+        slots = np.asarray(indices)[:: self.page_size] // self.page_size
+        nbytes = self.slot_nbytes
+        return [pool.kv_buffer.data_ptr() + int(slot) * nbytes for slot in slots], [nbytes] * len(slots)
 
     def get_size_per_token(self) -> int:
         """SGLang's: bytes of host memory, rounded up."""
@@ -106,7 +118,7 @@ class CodedPages:
 
     load_to_device_per_layer = backup_from_device_all_layer = _not_here
     get_data_page = get_dummy_flat_data_page = set_from_flat_data_page = _not_here
-    get_page_buffer_meta = get_split_heads_page_buffer_meta = get_hybrid_pool_buffer = _not_here
+    get_split_heads_page_buffer_meta = get_hybrid_pool_buffer = _not_here
     get_contiguous_buf_infos = _not_here
     k_buffer = v_buffer = property(_not_here)
 

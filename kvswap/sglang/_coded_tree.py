@@ -24,8 +24,6 @@ def _why_not(cache: Any) -> str | None:
     """What does not go with a codec."""
     if set(cache.tree_components) != {ComponentType.FULL}:
         return "has more than full attention: pages of windows and states are not coded"
-    if get_memory().hicache_storage_backend is not None:
-        return "has a storage backend, which would store pages that do not fit"
     if get_memory().hicache_host_memory_mode != "cache":
         return f"is {get_memory().hicache_host_memory_mode} (--hicache-host-memory-mode), and has no place for them"
     if get_disagg().disaggregation_mode == "decode":
@@ -35,6 +33,12 @@ def _why_not(cache: Any) -> str | None:
     if cache.pp_size > 1:
         return "is of one pipeline stage of several, which do not tell each other what does not fit"
     return None
+
+
+def _foreign(cache: Any) -> str | None:
+    """The class of a storage backend that would store pages that do not fit."""
+    backend = getattr(cache.cache_controller, "storage_backend", None)
+    return None if backend is None or getattr(backend, "takes_coded_pages", False) else type(backend).__name__
 
 
 def init_hicache(original: Callable[..., Any], cache: Any, server_args: Any, params: Any, *_: Any) -> Any:
@@ -49,14 +53,23 @@ def init_hicache(original: Callable[..., Any], cache: Any, server_args: Any, par
         if not isinstance(entry.host_pool, CodedPages):
             raise refuse(str(entry.name), "is of a kind that is not coded")
         cache.cache_controller.l2_transfer_engine.places(entry.host_pool)
+    foreign = _foreign(cache)
+    if foreign is not None:
+        raise refuse("kv", f"has the storage backend {foreign}, and only kvswap.sglang.FileStorage takes coded pages")
     return made
 
 
 def attach_storage_backend(original: Callable[..., Any], cache: Any, *given: Any, **named: Any) -> Any:
-    """UnifiedRadixCache.attach_storage_backend: a storage backend would store pages that do not fit."""
+    """UnifiedRadixCache.attach_storage_backend: another backend would store pages that do not fit. SGLang calls it
+    while no request runs."""
     if cache is PROBE:
         return PROBE
-    return False, f"{CODEC_SWITCH} is set: coded pages of host memory are not stored elsewhere"
+    made = original(cache, *given, **named)
+    foreign = _foreign(cache)
+    if foreign is None:
+        return made
+    cache.detach_storage_backend()
+    return False, f"{CODEC_SWITCH} is set: only kvswap.sglang.FileStorage takes coded pages, and this is {foreign}"
 
 
 def log_write_ack(original: Callable[..., Any], cache: Any, ack: Any, *_: Any) -> Any:

@@ -3,7 +3,8 @@
 A page is some pieces of host memory, as the pool's get_page_buffer_meta() lists them: K and V of all layers in the
 layouts page_first and page_first_direct, one latent of MLA there, K and V of each layer in layer_first. One or two
 pieces of equal size are stored in place, a key each. Of other pages the pieces are parts of one block, which the store
-copies together.
+copies together. A page of a coded pool is one piece. The store's layout says how it is coded, and the store looks at
+its heads: what does not fit its coded size is not stored, which the host pool logs once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvswap import Error
 from kvswap._log import logger
 from kvswap.files import FileTransfer
 from kvswap.identity import Identity
@@ -65,7 +67,8 @@ class Pages:
         self.page_nbytes = sum(self.sizes)
         self.in_place = len(self.sizes) <= 2 and len(set(self.sizes)) == 1
         self.identity = identify(self.sizes)
-        self.layout = self.identity.layout(self.sizes[0] if self.in_place else self.page_nbytes)
+        coding = getattr(pool, "page_coding", None)  # of host pools whose pages are coded
+        self.layout = self.identity.layout(self.sizes[0] if self.in_place else self.page_nbytes, coding)
         block = -(-self.layout.block_nbytes // _PAGE) * _PAGE + _PAGE
         on_disk = block * (len(self.sizes) if self.in_place else 1)
         self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has
@@ -118,7 +121,7 @@ class Pages:
             return [False] * len(keys)
         wait(transfer, what, self.name)
         failed = {int(i) // each for i in transfer.failed_positions}
-        if failed:
+        if failed and not (self.layout.codings and type(transfer.error) is Error):
             _log.warning("%s: %d of %d pages of %s failed: %s", what, len(failed), len(keys), self.name, transfer.error)
         return [i not in failed for i in range(len(keys))]
 

@@ -63,6 +63,7 @@ _KNOWN_CODEC = {
     f"{_POOLS}.base:HostKVCache.free": ["self", "indices"],
     f"{_TREE}:UnifiedRadixCache.init_hicache": ["self", "server_args", "params"],
     f"{_TREE}:UnifiedRadixCache.match_prefix": ["self", "params"],
+    f"{_TREE}:UnifiedRadixCache.detach_storage_backend": ["self"],
     f"{_TREE}:UnifiedRadixCache._log_write_ack_metrics": ["self", "ack"],
     f"{_TREE}:UnifiedRadixCache._all_reduce_attn_groups": ["self", "tensor", "op"],
     f"{_CORE}:UnifiedTreeCoreInterface.build_load_back_spec": ["self", "node_id", "req"],

@@ -56,6 +56,7 @@ class RemoteStorage(FileStorage):
     """
 
     _known = _options.REMOTE_STORAGE
+    takes_coded_pages = False  # the nodes do not look whether a page fits
 
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
         from kvswap.remote import RemoteStore

@@ -47,6 +47,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
     """
 
     _known: tuple[_options.Option, ...] = _options.FILE_STORAGE  # of the extra config
+    takes_coded_pages = True  # _coded_tree.py asks
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         del kwargs

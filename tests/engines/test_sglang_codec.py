@@ -9,12 +9,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import sglang_coded_stand_in as stand_in
+import sglang_stand_in as storage_stand_in
 from sglang_coded_stand_in import NAMES, PAGE, Cache, ComponentType, DType, Match
 from sglang_copies_stand_in import NAMES as COPIES
 from sglang_copies_stand_in import DeviceIds, L2Transfer, ids, pages
@@ -96,6 +98,91 @@ def test_the_same_memory_holds_more_pages() -> None:
     uncoded = (1 << 20) // (2 * 3 * stand_in.ROW * PAGE)
     assert cache.host.slot_nbytes == 2 * 3 * cache.host.coding.coded_nbytes
     assert cache.host.page_num * cache.host.slot_nbytes <= 1 << 20 and cache.host.page_num > 1.2 * uncoded
+
+
+class Foreign:
+    """A storage backend of SGLang's."""
+
+
+# -- in files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FileStorage under the stand-in for its part of SGLang."""
+    for name, module in storage_stand_in.modules().items():
+        if name.endswith("hicache_storage"):
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["torch"], "arange", np.arange, raising=False)
+    monkeypatch.setattr(sys.modules["torch"], "int64", np.int64, raising=False)
+    monkeypatch.delitem(sys.modules, "kvswap.sglang._storage", raising=False)
+
+
+def storage(folder: Path, cache: Cache, tree: Any) -> Any:
+    from kvswap.sglang import FileStorage
+
+    extra = {"interface_v1": 1, "directory": str(folder), "capacity": 64 << 20, "revision": "r"}
+    made = FileStorage(storage_stand_in.config(extra_config=extra))
+    made.register_mem_pool_host(cache.host)
+    made.on_host_pools_registered()
+    assert tree.attach_storage_backend(made) == (True, "") and tree.cache_controller.storage_backend is made
+    return made
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_files_keep_coded_pages_as_they_are(
+    mla: bool, files: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page that did not fit is not stored; the others come back to other slots, also in the next process."""
+    cache, tree, engine = start(mla=mla)
+    cache.spoil(PAGE * 2 + 1)
+    made, slots, keys = storage(tmp_path, cache, tree), [3, 8, 5, 6], [f"{i:064x}" for i in range(4)]
+    write(cache, tree, engine, pages(slots, PAGE).view(stand_in.Indices), pages([0, 1, 2, 3], PAGE))
+    assert made.batch_set_v1(keys, pages(slots, PAGE)) == [True, True, False, True]
+    assert [made.exists(key) for key in keys] == [True, True, False, True] and made.batch_exists(keys) == 2
+    assert "failed" not in caplog.text, "the host pool has said it"
+    coded = cache.host.kv_buffer.array[[3, 8]].copy()
+    made.close()
+    cache.host.kv_buffer.array[:] = 0xEE
+    made = storage(tmp_path, cache, tree)
+    assert made.batch_get_v1([keys[0], keys[1], keys[2]], pages([11, 12, 13], PAGE)) == [True, True, False]
+    np.testing.assert_array_equal(cache.host.kv_buffer.array[[11, 12]], coded)
+    load(cache, engine, pages([11, 12], PAGE), pages([10, 12], PAGE))
+    for part in cache.device:
+        for layer in part:
+            np.testing.assert_array_equal(layer[40:44], layer[:4])
+            np.testing.assert_array_equal(layer[48:52], layer[4:8])
+    made.close()
+
+
+def test_files_of_another_codec_are_others(files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of a store has the codec, its version and the fields; what another codec wrote is not found."""
+    keys, found = [f"{i:064x}" for i in range(2)], {}
+    for codec in ("exact", "mxfp8"):
+        monkeypatch.setenv(_plugin.CODEC_SWITCH, codec)
+        cache, tree, engine = start()
+        made = storage(tmp_path, cache, tree)
+        assert made.batch_exists(keys) == 0
+        write(cache, tree, engine, pages([3, 4], PAGE), pages([0, 1], PAGE))
+        assert made.batch_set_v1(keys, pages([3, 4], PAGE)) == [True, True] and made.batch_exists(keys) == 2
+        found[codec] = made._pages["kv"].layout
+        assert found[codec].codings == (cache.host.page_coding,)
+        assert cache.host.page_coding.coded_nbytes == cache.host.slot_nbytes
+        made.close()
+        _plugin.unregister()
+        monkeypatch.setattr(_plugin, "_hooks", [])
+    assert found["exact"].block_nbytes > found["mxfp8"].block_nbytes
+    assert all(f'"bf16","{codec}",' in layout.text for codec, layout in found.items())
+    assert len(list(tmp_path.glob("*/"))) == 2, "a folder each"
+
+
+def test_nodes_do_not_take_coded_pages(files: None) -> None:
+    from kvswap.sglang import FileStorage, RemoteStorage
+
+    assert FileStorage.takes_coded_pages and not RemoteStorage.takes_coded_pages
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
 
 
 def hits(tree: Any, tokens: int) -> int:
@@ -180,7 +267,7 @@ def test_a_codec_that_does_not_fit_the_pool() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda tree: setattr(of("context").get_memory(), "hicache_storage_backend", "file"), "has a storage backend"),
+        (lambda tree: setattr(tree, "at_start", Foreign()), "has the storage backend Foreign, and only"),
         (lambda tree: setattr(of("context").get_memory(), "hicache_host_memory_mode", "buffer_only"), "buffer_only"),
         (lambda tree: setattr(of("context").get_disagg(), "disaggregation_mode", "decode"), "retracted request"),
         (lambda tree: os.environ.update(KVSWAP_PATH="strided"), "KVSWAP_PATH=strided: use one of auto, burst, kernel"),
@@ -199,11 +286,12 @@ def test_what_does_not_go_with_a_codec(change: Any, why: str, monkeypatch: pytes
 
 def test_other_pools_and_backends_are_refused() -> None:
     cache, tree, engine = start()
-    done, why = tree.attach_storage_backend("file")
-    assert not done and "coded pages of host memory are not stored elsewhere" in why
+    done, why = tree.attach_storage_backend(Foreign())
+    assert not done and "only kvswap.sglang.FileStorage takes coded pages, and this is Foreign" in why
+    assert tree.cache_controller.storage_backend is None
     with pytest.raises(ValueError, match="is of a kind that is not coded"):
         of("tree").UnifiedRadixCache().init_hicache(None, (SimpleNamespace(), engine))
-    for call in (cache.host.get_page_buffer_meta, cache.host.load_to_device_per_layer):
+    for call in (cache.host.get_data_page, cache.host.load_to_device_per_layer):
         with pytest.raises(NotImplementedError, match="a host pool of coded pages"):
             call(0)
     with pytest.raises(NotImplementedError):

@@ -5,7 +5,8 @@
 SOURCE as for sglang_package.py. No GPU is needed. Of each token whose KV SGLang counts as computed, every byte is
 compared. It runs: prompts that go out to coded host memory and come back; how many pages the same bytes of host memory
 hold; pages that do not fit, on the last rank only: a prefix ends there on all; random prompts, more than the host
-holds; drafts; a spoilt coded page, which is found, or with KVSWAP_VERIFY_CODEC=1 is no hit; what is refused.
+holds; drafts; a spoilt coded page, which is found, or with KVSWAP_VERIFY_CODEC=1 is no hit; what is refused; coded
+pages in files.
 """
 
 # mypy: ignore-errors
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import sglang_package
@@ -77,7 +80,7 @@ class Scenario:
                 return torch.where(tame >= 1 << 15, tame - (1 << 16), tame).to(torch.int16)
 
         self.options, self.rank, self.page = options, rank, PAGE
-        self.make = lambda **more: Coded(SimpleNamespace(**vars(options) | more), rank, None)
+        self.make = lambda folder=None, **more: Coded(SimpleNamespace(**vars(options) | more), rank, folder)
         self.checked = 0
 
     def say(self, what: str) -> None:
@@ -93,6 +96,7 @@ class Scenario:
             self.drafts,
             self.spoilt,
             self.refusals,
+            self.files,
         ):
             step()
 
@@ -223,24 +227,42 @@ class Scenario:
     def refusals(self) -> None:
         engine = self.make()
         done, why = engine.tree.attach_storage_backend("file")
-        assert not done and "coded pages of host memory are not stored elsewhere" in why, (done, why)
+        assert not done and "only kvswap.sglang.FileStorage takes coded pages, and this is HiCacheFile" in why, (
+            done,
+            why,
+        )
+        assert engine.tree.cache_controller.storage_backend is None and not engine.tree.enable_storage
         host = engine.tree.host_pool_group.anchor_entry.host_pool
-        for call in (host.get_page_buffer_meta, host.get_data_page, host.backup_from_device_all_layer):
+        for call in (host.get_dummy_flat_data_page, host.get_data_page, host.backup_from_device_all_layer):
             try:
                 call(0)
             except NotImplementedError as error:
                 assert "coded pages" in str(error)
             else:
                 raise AssertionError(call)
-        from sglang_engine import Engine
+        self.say("SGLang's own storage backend is refused")
+        engine.close()
 
-        try:
-            Engine(self.options, self.rank, sglang_package.Path("/nowhere"))
-        except ValueError as error:
-            assert "KVSWAP_SGLANG_CODEC: host pool kv has a storage backend" in str(error), error
-        else:
-            raise AssertionError("a storage backend beside a codec")
-        self.say("a storage backend is refused, at the start and later")
+    def files(self) -> None:
+        """kvswap's storage backend: from nothing but the files, in the same engine and in the next one."""
+        folder = sglang_package.Path(tempfile.gettempdir()) / f"kvswap-coded-{os.getppid()}"
+        engine, tokens = self.make(folder=folder), sglang_package.prompt(6, 12)
+        assert engine.serve(tokens) == (0, 0)
+        assert engine.again(tokens) == len(tokens)
+        wild = sglang_package.prompt(7, 12)
+        wild[5 * self.page] = WILD
+        stored = 5 if self.options.codec == "exact" else 12
+        assert engine.serve(wild) == (0, 0)
+        assert engine.again(wild) == stored * self.page, "files end before the page that did not fit"
+        engine.close()
+        engine = self.make(folder=folder)
+        assert engine.serve(tokens) == (len(tokens), len(tokens))
+        assert engine.serve(wild)[0] == stored * self.page
+        (coding,) = engine.files.layout.codings
+        assert coding.codec == self.options.codec and coding == engine.storage._pages["kv"].pool.page_coding
+        engine.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        self.say(f"files: {len(tokens)} tokens stored coded and loaded, also by the next engine, all bytes right")
 
 
 def rank_of(options: argparse.Namespace, rank: int, port: int) -> None:

@@ -136,11 +136,12 @@ class UnifiedRadixCache:
         self.tree_components = components or (ComponentType.FULL,)
         self.tree_core, self.pp_size, self.host_pool_group = UnifiedTreeCoreInterface(), 1, None
         self.on_device, self.rows, self.elsewhere, self.acks = 0, np.zeros(0, np.int64), [], []
+        self.at_start: Any = None  # the storage backend
 
     def hold(self, host_pool, engine):
         self.host_pool_group = SimpleNamespace(entries=[SimpleNamespace(name="kv", host_pool=host_pool)])
         self.host_pool_group.anchor_entry = self.host_pool_group.entries[0]
-        self.cache_controller = SimpleNamespace(l2_transfer_engine=engine)
+        self.cache_controller = SimpleNamespace(l2_transfer_engine=engine, storage_backend=self.at_start)
 
     def init_hicache(self, server_args, params):
         self.hold(*params)
@@ -152,7 +153,11 @@ class UnifiedRadixCache:
         return SimpleNamespace(device_prefix_len=on_device, host_hit_length=hit, best_match_node=self.rows[:hit])
 
     def attach_storage_backend(self, storage_backend):
+        self.cache_controller.storage_backend = storage_backend
         return True, ""
+
+    def detach_storage_backend(self):
+        self.cache_controller.storage_backend = None
 
     def _log_write_ack_metrics(self, ack):
         self.acks.append(ack)
