@@ -126,7 +126,7 @@ struct kvs_stats {
   uint64_t staging_nbytes;                        /* memory held for descriptors */
   uint64_t waits_raw, waits_war, waits_waw;       /* waits for hazards; one wait may count for several kinds */
   struct kvs_path_stats paths[3][KVS_PATHS_MOST]; /* by direction and path */
-  uint64_t lent_bytes_d2h, lent_bytes_h2d;        /* that other devices' transfers have queued on this device's link */
+  uint64_t lent_bytes_d2h, lent_bytes_h2d;        /* of others' transfers, on this device's link */
   uint64_t reserved[14];
 };
 

@@ -251,6 +251,12 @@ static bool has_ended(struct kvs_share *share, struct kvs_share_bounce *bounce) 
   return true;
 }
 
+/* The device counts what crosses its link for other processes as it counts what it lends in this one. */
+static void count(struct kvs_share *share, const struct kvs_share_bounce *bounce) {
+  share->stats.brought_for_others[bounce->asked.direction] += bounce->nbytes;
+  atomic_fetch_add(&share->engine->lent_nbytes[bounce->asked.direction], bounce->nbytes);
+}
+
 static void end_pass(struct kvs_share *share, struct kvs_share_bounce *bounce) {
   struct kvs_error why;
   if (!bounce->status) bounce->status = kvs_transfer_wait(bounce->gathering, 0, &why);
@@ -275,7 +281,7 @@ static bool end_one(struct kvs_share *share, struct kvs_share_bounce *bounce) {
   if (bounce->job)
     end_pass(share, bounce);
   else if (!bounce->status)
-    share->stats.brought_for_others[bounce->asked.direction] += bounce->nbytes;
+    count(share, bounce);
   answer(share, bounce->link, &bounce->asked, bounce->status);
   return true;
 }

@@ -14,6 +14,7 @@
 enum {
   PAUSE_MS = 200,         /* a late member is asked nothing for so long */
   OWN_MORE = 2,           /* pieces that the own link begins with beyond its share: others begin later */
+  OWN_LAST = 8,           /* pieces of a transfer that keeps the own link busy while the next one is chosen */
   LEAST_OWN = 4,          /* pieces that the own link takes at a time, if there are as many */
   PART_NBYTES = 32 << 20, /* of a shared load: others can have pieces of it when a transfer of so much has ended */
 };
@@ -165,15 +166,29 @@ static void choose_shared(const struct kvs_share *share, struct kvs_share_job *j
     job->again[job->nagain++] = (uint32_t)(--job->back[largest] * job->nranks + largest);
 }
 
-/* The next pieces of a job that is not shared, onto `again`: half of what is left at a time. */
-static void choose(const struct kvs_share *share, struct kvs_share_job *job) {
-  size_t fresh = job->tail - job->head;
-  if (job->key) {
-    if (!job->nagain) choose_shared(share, job);
-    return;
+static double shares_of_others(const struct kvs_share *share) {
+  uint64_t now = kvs_clock_ns();
+  double shares = 0;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
+    const struct kvs_share_link *link = &share->links[i];
+    if (link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns) shares += share->asked.share;
   }
-  if (fresh > LEAST_OWN) fresh = fresh / 2 > LEAST_OWN ? fresh / 2 : LEAST_OWN;
-  while (fresh-- > 0) job->again[job->nagain++] = (uint32_t)job->head++;
+  return shares;
+}
+
+/* The next pieces of a job that is not shared, onto `again`: the own link's share of what is left, but for OWN_LAST
+ * pieces. These are a transfer of their own behind it: while they move, it is known what is left then, and the link
+ * does not idle. */
+static void choose(const struct kvs_share *share, struct kvs_share_job *job) {
+  size_t fresh = job->tail - job->head, most = (size_t)((double)fresh / (1 + shares_of_others(share)));
+  bool short_one = own_works(job) && !job->short_last;
+  if (own_works(job) && fresh <= 2 * OWN_LAST) return;
+  if (short_one)
+    most = OWN_LAST;
+  else
+    most = most > OWN_LAST + LEAST_OWN ? most - OWN_LAST : LEAST_OWN;
+  job->short_last = short_one;
+  for (size_t i = 0; i < most && i < fresh; i++) job->again[job->nagain++] = (uint32_t)job->head++;
 }
 
 /* All of `again` in one transfer. If it is refused, they stay there. */
@@ -218,13 +233,17 @@ static void lose_rest(struct kvs_share *share, struct kvs_share_job *job, const 
   fail_pieces(share, job, job->again, lost, why);
 }
 
-/* What this job has left for the own link, while others go on. Of a shared job two transfers are queued, so that the
- * link does not idle between them. */
+/* What this job has left for the own link, while others go on. */
 static bool own_step(struct kvs_share *share, struct kvs_share_job *job) {
-  struct kvs_share_own *own = own_works(job) && !job->key ? NULL : free_own(job);
+  struct kvs_share_own *own = free_own(job);
   struct kvs_error err;
   if (!own) return false;
-  if (!share->stop) choose(share, job);
+  if (!share->stop && !job->nagain) {
+    if (job->key)
+      choose_shared(share, job);
+    else
+      choose(share, job);
+  }
   if (share->stop && has_unasked(job)) {
     kvs_fail(&err, KVS_CLOSED, "the member was closed before all blocks were copied");
     lose_rest(share, job, &err);
@@ -852,16 +871,6 @@ static int check_twice(const struct kvs_share_job *job, uint64_t limit, struct k
   return status;
 }
 
-static double shares_of_others(const struct kvs_share *share) {
-  uint64_t now = kvs_clock_ns();
-  double shares = 0;
-  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
-    const struct kvs_share_link *link = &share->links[i];
-    if (link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns) shares += share->asked.share;
-  }
-  return shares;
-}
-
 static int record_start(struct kvs_share *share, struct kvs_share_job *job, struct kvs_error *err) {
   struct kvs_device *device = share->engine->device;
   struct kvs_stream_info info;
@@ -875,6 +884,7 @@ static int record_start(struct kvs_share *share, struct kvs_share_job *job, stru
 static void choose_first(const struct kvs_share *share, struct kvs_share_job *job) {
   double shares = shares_of_others(share);
   size_t first = shares > 0 ? (size_t)((double)job->tail / (1 + shares)) + OWN_MORE : job->tail;
+  if (shares > 0 && first > 2 * OWN_LAST) first -= OWN_LAST;
   if (job->key) choose_shared(share, job);
   while (first-- > 0 && job->head < job->tail) job->again[job->nagain++] = (uint32_t)job->head++;
 }

@@ -148,6 +148,7 @@ struct kvs_share_job {
   size_t nagain, left; /* left: pieces that have not ended */
   size_t late;         /* of a store: pieces that a late member may still write to the host */
   struct kvs_share_own own[KVS_SHARE_OWN];
+  bool short_last; /* the last transfer over the own link is the short one behind another */
   uint64_t given;  /* bytes that others brought */
   uint8_t *failed; /* by position */
   size_t nfailed;

@@ -196,6 +196,8 @@ def test_others_bring_a_share_of_each_load_and_store(here: Here, other: Other) -
     mine, theirs = here.member.stats(), other.ask("member.stats()")
     assert [mine["brought_by_others_h2d"], mine["brought_by_others_d2h"]] == by_others
     assert [theirs["brought_for_others_h2d"], theirs["brought_for_others_d2h"]] == by_others
+    lent = other.ask("[device.stats()['lent_bytes_h2d'], device.stats()['lent_bytes_d2h']]")
+    assert lent == by_others  # what monitoring reads
     assert mine["pieces_late"] == mine["answers_dropped"] == mine["links_lost"] == 0
     assert here.member.peers == (1,)
 
