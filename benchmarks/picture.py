@@ -20,8 +20,7 @@ ROW = re.compile(
 HOST = {"layers": "host layer-first", "1x64k": "one layer"}  # others: block-first
 BY_HAND = {
     "numpy": "as vLLM's handler",  # pointers by NumPy, one batch call
-    "warp": "as SGLang's kernel",  # a warp a block
-    "torch": "index, then copy",
+    "warp": "a warp a block",  # a grid as long as the list
 }
 AXIS = 10.0  # %
 

@@ -37,7 +37,7 @@ bench() { section "kvswap bench ${*:2}" run "$1" kvswap bench "${@:2}"; }
 # behind transfers.
 part_load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
-  local rivals=(--shape 64x32k --shape 80x8k --method auto --method numpy --method warp --method torch)
+  local rivals=(--shape 64x32k --shape 80x8k --method auto --method numpy --method warp)
   bench 330 --load step
   bench 150 --load step "${rivals[@]}"
   (export CUDA_DEVICE_MAX_CONNECTIONS=1 && bench 80 --load step "${block_first[@]}")

@@ -57,6 +57,10 @@ def _hit(key: str, cached: str) -> Value:
     return value
 
 
+SPREAD = (
+    "TTFT computed, ms", "TTFT, the host has it, ms", "burst, tokens/s", "ITL decoding alone, median, ms",
+    "ITL beside loads, mean, ms",
+)  # fmt: skip
 MANY = 4096
 MEMORY = f"host memory for {MANY:,} blocks, GiB"
 
@@ -117,11 +121,15 @@ def ratio(ours: Turns, theirs: Turns) -> tuple[float, float, float, int] | None:
     return (median(found), min(found), max(found), len(found)) if found else None
 
 
+def _number(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 1e4 else f"{figure:,.4g}"
+
+
 def _cell(config: str, row: dict[str, Turns]) -> str:
     if config not in row:
         return "-"
     figure = median(value for value, _ in row[config].values())
-    text = f"{figure:,.0f}" if figure >= 1e4 else f"{figure:,.4g}"
+    text = _number(figure)
     base = BASE.get(config, "native")
     if base == config or base not in row or config == "none":
         return text
@@ -134,6 +142,16 @@ def _cell(config: str, row: dict[str, Turns]) -> str:
 
 def _order(config: str) -> tuple[int, str]:
     return [*NAMES].index(config.partition(":")[0]), config
+
+
+def _spreads(rows: dict[str, dict[str, Turns]]) -> list[str]:
+    """The least and the largest of the turns, of the rows that are quoted most."""
+    made = []
+    for title in SPREAD:
+        found = {config: [value for value, _ in turns.values()] for config, turns in rows.get(title, {}).items()}
+        each = [f"{config} {_number(min(of))}-{_number(max(of))}" for config, of in found.items() if len(of) > 1]
+        made += [f"turns, {title}: {'; '.join(each)}"] if each else []
+    return made
 
 
 def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
@@ -301,6 +319,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
         text += _speeds(lines, name)
         text += [
+            *_spreads(rows),
             *_own_steps(lines, name),
             *_ahead(lines, name),
             *_beside_none(rows),

@@ -131,5 +131,5 @@ def test_the_picture_has_a_bar_a_row_and_the_rivals_of_a_later_section(monkeypat
     found = [(bar.name, round(bar.longer, 1), bar.colour) for bar in bars_of(record)]
     assert found == [
         ("one plain copy of 256 MiB", 0.8, "grey"), ("64 x 32 KiB, host block-first", 1.5, "tab:blue"),
-        ("64 x 32 KiB, as SGLang's kernel", 3003.0, "tab:orange"),
+        ("64 x 32 KiB, a warp a block", 3003.0, "tab:orange"),
     ]  # fmt: skip

@@ -43,6 +43,10 @@ class TestTable:
         assert "20" in (row := self.rows(lines)["TTFT, the host has it, ms"])
         assert "10 (0.50, 0.25-1.00)" in row
 
+    def test_the_least_and_the_largest_of_the_turns(self):
+        lines = [hits("native", i, ttft) for i, ttft in enumerate((20.0, 40.0, 10.0))] + [hits("kvswap", 0, 5.0)]
+        assert any(row == "turns, TTFT, the host has it, ms: native 10-40" for row in self.rows(lines))
+
     def test_no_pair_across_two_runs(self):
         lines = [hits("native", 0, 20.0, run=1), hits("kvswap", 0, 10.0, run=2)]
         assert "(" not in self.rows(lines)["TTFT, the host has it, ms"]
