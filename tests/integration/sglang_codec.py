@@ -184,6 +184,7 @@ class Scenario:
         from sglang.srt.managers import cache_controller
 
         sglang_copies.Cache.pinned = True
+        get_parallel = cache_controller.get_parallel
         cache_controller.get_parallel = lambda: SimpleNamespace(attn_dcp_size=1, attn_dcp_rank=0)
         for hybrid, drafts in ((True, 0), (True, 3), (False, 0)):
             cache = sglang_copies.Cache("MLA" if self.options.mla else "MHA", self.options.layout, hybrid, drafts)
@@ -201,6 +202,7 @@ class Scenario:
             cache.settle()
             for at in cache.each():
                 assert torch.equal(cache.device_rows(*at)[back], wanted[at]), (hybrid, drafts, at)
+        cache_controller.get_parallel = get_parallel
         self.say("HiCacheController, HybridCacheController, drafts: all bytes right")
 
     def spoilt(self) -> None:
@@ -249,16 +251,16 @@ class Scenario:
         engine, tokens = self.make(folder=folder), sglang_package.prompt(6, 12)
         assert engine.serve(tokens) == (0, 0)
         assert engine.again(tokens) == len(tokens)
-        wild = sglang_package.prompt(7, 12)
-        wild[5 * self.page] = WILD
-        stored = 5 if self.options.codec == "exact" else 12
+        wild, stored = sglang_package.prompt(7, 12), 12
+        if self.options.codec == "exact" and not (self.options.mla and self.options.ranks > 1):
+            wild[5 * self.page], stored = WILD, 5  # of MLA the last rank alone has it, and the first one stores for all
         assert engine.serve(wild) == (0, 0)
         assert engine.again(wild) == stored * self.page, "files end before the page that did not fit"
         engine.close()
         engine = self.make(folder=folder)
         assert engine.serve(tokens) == (len(tokens), len(tokens))
         assert engine.serve(wild)[0] == stored * self.page
-        (coding,) = engine.files.layout.codings
+        (coding,) = engine.storage._pages["kv"].layout.codings
         assert coding.codec == self.options.codec and coding == engine.storage._pages["kv"].pool.page_coding
         engine.close()
         shutil.rmtree(folder, ignore_errors=True)
