@@ -214,6 +214,19 @@ class TestOptions:
             assert prompts + decoded <= host, name
 
 
+def test_the_gpus_cache_is_empty_once_a_step_has_said_that_the_last_request_ended(monkeypatch):
+    """With asynchronous scheduling two steps are queued before that one: LMCache frees a request's blocks by it."""
+    from serving.engine import Engine
+
+    engine, steps = Engine.__new__(Engine), []
+    monkeypatch.setattr(engine, "settle", lambda: None, raising=False)
+    monkeypatch.setattr(engine, "step", lambda running: steps.append(running), raising=False)
+    monkeypatch.setattr(engine, "one", lambda *_: steps.clear(), raising=False)
+    engine.llm = SimpleNamespace(reset_prefix_cache=lambda: len(steps) > 2)
+    engine.forget()
+    assert len(steps) > 2
+
+
 class TestProcess:
     @pytest.fixture
     def folder(self, monkeypatch, tmp_path):
