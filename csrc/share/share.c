@@ -448,25 +448,39 @@ static void say_bye(struct kvs_share *share) {
   }
 }
 
-/* Wait for messages, for the end of a process, and for events, which are polled. */
-static void rest(struct kvs_share *share, bool works, uint64_t until) {
-  struct pollfd polled[KVS_SHARE_RANKS + 1];
-  nfds_t count = 1;
-  uint64_t now = kvs_clock_ns(), ns = until > now ? until - now : 0, word;
+/* What is polled: the wake-up, the sockets, and the processes. A forked child of a process that ended may still hold
+ * the socket. The end of a process whose slots only own work uses is known already. */
+static void list_polled(struct kvs_share *share, struct pollfd *polled) {
   polled[0] = (struct pollfd){.fd = share->wake, .events = POLLIN};
-  pthread_mutex_lock(&share->lock);
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
     const struct kvs_share_link *link = &share->links[i];
-    int fd = link->state == KVS_LINK_LIVE                  ? link->socket
-             : link->state == KVS_LINK_GONE && !link->left ? link->process
-                                                           : -1;
-    if (link->state == KVS_LINK_GONE && has_ended(link->process)) fd = -1; /* only own work is waited for */
-    polled[count++] = (struct pollfd){.fd = fd, .events = POLLIN};
+    bool live = link->state == KVS_LINK_LIVE, gone = link->state == KVS_LINK_GONE;
+    bool awaited = live || (gone && !link->left && !has_ended(link->process));
+    polled[1 + 2 * i] = (struct pollfd){.fd = live ? link->socket : -1, .events = POLLIN};
+    polled[2 + 2 * i] = (struct pollfd){.fd = awaited ? link->process : -1, .events = POLLIN};
   }
+}
+
+static void note_ended(struct kvs_share *share, const struct pollfd *polled) {
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (polled[2 + 2 * i].revents && share->links[i].state == KVS_LINK_LIVE)
+      share->links[i].broken = has_ended(share->links[i].process);
+}
+
+/* Wait for messages, for the end of a process, and for events, which are polled. */
+static void rest(struct kvs_share *share, bool works, uint64_t until) {
+  enum { POLLED = 2 * KVS_SHARE_RANKS + 1 };
+  struct pollfd polled[POLLED];
+  uint64_t now = kvs_clock_ns(), ns = until > now ? until - now : 0, word;
+  pthread_mutex_lock(&share->lock);
+  list_polled(share, polled);
   pthread_mutex_unlock(&share->lock);
   if (works && ns > (uint64_t)POLL_NS) ns = (uint64_t)POLL_NS;
   struct timespec limit = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
-  (void)ppoll(polled, count, until == UINT64_MAX && !works ? NULL : &limit, NULL);
+  (void)ppoll(polled, POLLED, until == UINT64_MAX && !works ? NULL : &limit, NULL);
+  pthread_mutex_lock(&share->lock);
+  note_ended(share, polled);
+  pthread_mutex_unlock(&share->lock);
   if (polled[0].revents && read(share->wake, &word, sizeof word) < 0) return; /* another round empties it */
 }
 

@@ -26,7 +26,7 @@ import pytest
 from conftest import PATIENCE, Buffer, elsewhere, until
 
 import kvswap
-from kvswap import share
+from kvswap import share, testing
 from kvswap._top_socket import prepare_folder, start_time
 from kvswap.memory import SharedPool
 from kvswap.share import _meet
@@ -366,6 +366,52 @@ def test_a_store_ends_when_one_that_has_stopped_writes_no_more(hasty: Here, how:
     transfer.wait(PATIENCE)
     assert all(np.array_equal(hasty.memory.layer(layer)[host], hasty.gpu(layer)[gpu]) for layer in range(LAYERS))
     assert other.end() == (0 if how == signal.SIGCONT else -signal.SIGKILL)
+
+
+def test_its_forked_child_keeps_no_link(here: Here, other: Other) -> None:
+    """The child holds the socket of a member that was killed."""
+    child = other.ask("__import__('os').fork() or __import__('time').sleep(600)")
+    other.stop()
+    until(lambda: here.member.peers == ())
+    os.kill(child, signal.SIGKILL)
+    here.check_load(BLOCKS), here.check_store(BLOCKS)
+
+
+FAULT = "globals().update(f=__import__('kvswap.testing').testing.fault(device, 'call', {}, operation={}, every={}))"
+
+
+@pytest.mark.parametrize(("operation", "every"), [("copy", 3), ("copy_batch", 2), ("event_record", 5)])
+def test_what_a_lenders_driver_refuses(here: Here, other: Other, operation: str, every: int) -> None:
+    other.ask(FAULT.format("'fail'", repr(operation), every))
+    other.ask("f.__enter__()")
+    for _ in range(6):
+        here.check_load(BLOCKS), here.check_store(BLOCKS)
+        time.sleep(0.25)  # it is asked again
+    assert here.member.peers == (1,)
+
+
+def test_a_lender_loses_its_device(here: Here, other: Other) -> None:
+    other.ask(FAULT.format("'lose'", "'copy'", 3))
+    other.ask("f.__enter__()")
+    for _ in range(6):
+        here.check_load(BLOCKS), here.check_store(BLOCKS)
+        time.sleep(0.25)
+    other.stop()
+
+
+@pytest.mark.parametrize(("operation", "every"), [("launch", 3), ("copy_batch", 2), ("event_record", 7)])
+def test_what_the_own_driver_refuses(here: Here, other: Other, operation: str, every: int) -> None:
+    """A block is right, or it is named."""
+    for _ in range(6):
+        host, gpu = here.ids(BLOCKS)
+        with testing.fault(here.device, "call", "fail", operation=operation, every=every):
+            transfer = here.member.load(host, gpu)
+            until(transfer.done)
+        right = np.setdiff1d(np.arange(BLOCKS), transfer.failed_positions)
+        assert (transfer.error is None) == (right.size == BLOCKS)
+        for layer in range(LAYERS):
+            assert np.array_equal(here.gpu(layer)[gpu[right]], here.memory.layer(layer)[host[right]])
+    here.check_load(BLOCKS), here.check_store(BLOCKS)
 
 
 def test_closing_ends_what_has_begun(here: Here, other: Other) -> None:
