@@ -50,14 +50,6 @@ static __device__ __forceinline__ uint32_t codes_of(uint32_t pair, uint32_t base
   return __vminu2(codes, exponents * 15u);                                             /* 0 for exponent 0 */
 }
 
-/* 8 codes of 4 bits. */
-static __device__ __forceinline__ uint32_t join_codes(const uint32_t codes[4]) {
-  uint32_t shifted[4]; /* byte 2: both codes */
-#pragma unroll
-  for (int i = 0; i < 4; i++) shifted[i] = codes[i] * 0x00010010u;
-  return __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
-}
-
 /* Signs and mantissas of 4 values. */
 static __device__ __forceinline__ uint32_t rests_of(uint32_t pair, uint32_t next) {
   const uint32_t low = (pair & 0x007f007fu) | (pair >> 8 & 0xff80ff80u),

@@ -6,7 +6,7 @@
 #include "codecs/fp4.h"
 #include "codecs/page.cuh"
 
-/* -- by fp4.h, in functions of their own: the others' code stays short ------------------------------------------ */
+/* -- by the arithmetic of fp4.h, not inlined: the common case stays short --------------------------------------- */
 
 static __device__ __noinline__ uint32_t fp4_codes_of(const uint4 words, const struct kvs_float type, uint32_t scale) {
   uint32_t codes = 0;
@@ -44,16 +44,15 @@ static __device__ __forceinline__ uint32_t fp4_codes(const uint4 &words, uint32_
                                fp4_middle(10.0f * quarter, 0), fp4_middle(14.0f * quarter, 1),
                                fp4_middle(20.0f * quarter, 0)};
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-  uint32_t shifted[4]; /* byte 2: both codes */
+  uint32_t codes[4];
 #pragma unroll
   for (uint32_t i = 0; i < 4u; i++) {
     const uint32_t magnitudes = __vminu2(pairs[i] & 0x7fff7fffu, 0x7f7f7f7fu);
-    uint32_t codes = pairs[i] >> 12 & 0x00080008u;
+    codes[i] = pairs[i] >> 12 & 0x00080008u;
 #pragma unroll
-    for (uint32_t k = 0; k < 7u; k++) codes += __viaddmin_s16x2_relu(magnitudes, middles[k], 0x00010001u);
-    shifted[i] = codes * 0x00010010u;
+    for (uint32_t k = 0; k < 7u; k++) codes[i] += __viaddmin_s16x2_relu(magnitudes, middles[k], 0x00010001u);
   }
-  return __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
+  return join_codes(codes);
 }
 
 /* The bytes of the 8 magnitudes of a scale, which the codes select. */

@@ -7,7 +7,7 @@
 #include "codecs/mxfp8.h"
 #include "codecs/page.cuh"
 
-/* For tests of the other way: the CPU has none of these instructions, nor have GPUs before sm_89. */
+/* GPUs before sm_89 do not have them, nor has the CPU that tests this code. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define KVS_E4M3_INSTRUCTIONS 1
 #else
@@ -36,7 +36,7 @@ static __device__ __forceinline__ uint32_t bf16_of(uint32_t elements, float fact
 }
 #endif
 
-/* By mxfp8.h, in functions of their own: the others' code stays short. */
+/* By the arithmetic of mxfp8.h, not inlined: the common case stays short. */
 static __device__ __noinline__ uint64_t codes_of_group(const uint4 words, const struct kvs_float type, int scale) {
   uint64_t codes = 0;
 #pragma unroll 2

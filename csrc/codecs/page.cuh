@@ -44,8 +44,8 @@ struct code_values {
   uint4 of[CODE_GROUPS];
 };
 
-/* The same where groups are not aligned, are in two rows, or reach behind valid_nbytes: a byte at a time. Functions of
- * their own, so that the others' registers are free for values. */
+/* Byte by byte, where groups are not aligned, lie in two rows, or reach behind valid_nbytes. Not inlined, so that the
+ * common case has all registers for its values. */
 static __device__ __noinline__ struct code_values load_bytes(const struct kvs_unit &unit,
                                                              const struct code_place place) {
   const uint32_t nbytes = kvs_unit_nbytes(&unit);
@@ -63,8 +63,8 @@ static __device__ __noinline__ struct code_values load_bytes(const struct kvs_un
   return values;
 }
 
-static __device__ __noinline__ void store_bytes_of(const struct kvs_unit &unit, const struct code_place place,
-                                                   const struct code_values values) {
+static __device__ __noinline__ void store_bytes(const struct kvs_unit &unit, const struct code_place place,
+                                                const struct code_values values) {
   for (uint32_t group = 0; group < CODE_GROUPS; group++) {
     const uint32_t held[4] = {values.of[group].x, values.of[group].y, values.of[group].z, values.of[group].w};
     for (uint32_t i = 0, byte = 2u * group_first(group); i < 16u && byte < kvs_unit_nbytes(&unit); i++, byte++) {
@@ -90,7 +90,7 @@ static __device__ __forceinline__ struct code_values load_values(const struct kv
 
 static __device__ __forceinline__ void store_values(const struct kvs_unit &unit, const struct code_place &place,
                                                     const struct code_values &values) {
-  if (!place.whole) return store_bytes_of(unit, place, values);
+  if (!place.whole) return store_bytes(unit, place, values);
 #pragma unroll
   for (uint32_t i = 0; i < CODE_GROUPS; i++)
     if (2u * group_first(i) < kvs_unit_nbytes(&unit))
@@ -169,6 +169,14 @@ static __device__ __forceinline__ void store_head(const struct kvs_unit &unit, u
   const uint4 words = {head.magic | (uint32_t)head.version << 16 | (uint32_t)head.codec << 24,
                        head.state | (uint32_t)head.kind << 8 | (uint32_t)head.escapes << 16, head.nbytes, 0};
   word_store((uint4 *)coded, &words);
+}
+
+/* 8 codes of 4 bits, from 4 pairs of them in halves of words. */
+static __device__ __forceinline__ uint32_t join_codes(const uint32_t codes[4]) {
+  uint32_t both[4]; /* in byte 2 */
+#pragma unroll
+  for (int i = 0; i < 4; i++) both[i] = codes[i] * 0x00010010u;
+  return __byte_perm(__byte_perm(both[0], both[1], 0x0062), __byte_perm(both[2], both[3], 0x0062), 0x5410);
 }
 
 struct code_head {

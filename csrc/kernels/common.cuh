@@ -33,7 +33,7 @@ static __device__ __forceinline__ void word_store(uint4 *to, const uint4 *word) 
                : "memory");
 }
 
-/* For what no kernel needs soon: it leaves the L2 cache first. */
+/* For bytes that no kernel reads soon: they leave the L2 cache first. */
 static __device__ __forceinline__ void word_store_once(uint4 *to, const uint4 *word) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                :

@@ -55,7 +55,7 @@ struct code_item {
   bool empty;   /* it has no source */
 };
 
-/* A warp's item lies in shared memory: registers are for values. */
+/* Each warp's item lies in shared memory, which leaves the registers to values. */
 struct code_items {
   struct code_item of[CODE_THREADS / KVS_WARP];
 };
@@ -71,7 +71,7 @@ static __device__ __forceinline__ struct code_item code_item_of(const struct kvs
   return {unit, kvs_code_pages(&params, &row, &pair, block), block, pair.dst == KVS_BAD_SLOT, pair.src == KVS_BAD_SLOT};
 }
 
-/* Unit `index` of kernels CODE and VERIFY. By a warp, whose last item is no more. */
+/* Unit `index` of kernels CODE and VERIFY. Called by all lanes; it overwrites the warp's last item. */
 static __device__ __forceinline__ const struct code_item &code_item_at(const struct kvs_code_params &params,
                                                                        uint64_t index, struct code_items *items) {
   struct code_item *item = &items->of[threadIdx.x / KVS_WARP];
