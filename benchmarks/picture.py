@@ -34,6 +34,11 @@ class Bar:
     gbps: str
     colour: str
 
+    @property
+    def label(self) -> str:
+        """At its end."""
+        return f"{self.longer:,.1f} % at {self.gbps} GB/s"
+
 
 def bars_of(record: str) -> list[Bar]:
     """A plain copy and kvswap at its default priority by the first section, then what engines do by hand."""
@@ -68,10 +73,9 @@ def draw(record: Path, picture: Path) -> None:
     bars = axes.barh([row.name for row in rows], lengths, color=[row.colour for row in rows])
     for row, bar in zip(rows, bars, strict=True):
         end, middle = bar.get_width(), bar.get_y() + bar.get_height() / 2
-        label = f"{row.longer:,.1f} % at {row.gbps} GB/s"
         inside = end > 0.55 * AXIS
         axes.annotate(
-            label, (max(end, 0.0), middle), xytext=(-16 if inside else 4, 0), textcoords="offset points",
+            row.label, (max(end, 0.0), middle), xytext=(-16 if inside else 4, 0), textcoords="offset points",
             ha="right" if inside else "left", va="center", color="white" if inside else "black",
         )  # fmt: skip
         if row.longer > AXIS:  # cut: two slanted lines across its end

@@ -133,3 +133,14 @@ def test_the_picture_has_a_bar_a_row_and_the_rivals_of_a_later_section(monkeypat
         ("one plain copy of 256 MiB", 0.8, "grey"), ("64 x 32 KiB, host block-first", 1.5, "tab:blue"),
         ("64 x 32 KiB, a warp a block", 3003.0, "tab:orange"),
     ]  # fmt: skip
+
+
+def test_the_picture_is_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn again after the record or the program changed: python3 benchmarks/picture.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from picture import bars_of
+
+    drawn = (ROOT / "docs" / "beside.svg").read_text(encoding="utf-8")
+    bars = bars_of((RESULTS / "h200" / "load.txt").read_text(encoding="utf-8"))
+    texts = [text for bar in bars for text in (bar.name, bar.label)]
+    assert [text for text in texts if text.replace("'", "&#39;") not in drawn and text not in drawn] == []
