@@ -212,6 +212,11 @@ static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, c
 
 static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
                           struct kvs_share_bounce *bounce) {
+  struct kvs_error err;
+  if (kvs_pool_check_open(share->host_pools[0], &err)) { /* the shared pool was closed here */
+    answer(share, link, request, KVS_CLOSED);
+    return true;
+  }
   if (!bounce || on_link(share, request->direction) >= KVS_SHARE_ON_LINK) return false;
   if (kvs_lent_is_busy(share->engine, (enum kvs_direction)request->direction)) return false;
   begin(share, link, request, bounce);

@@ -414,6 +414,17 @@ def test_what_the_own_driver_refuses(here: Here, other: Other, operation: str, e
     here.check_load(BLOCKS), here.check_store(BLOCKS)
 
 
+def test_a_lender_closes_its_pool(here: Here, other: Other) -> None:
+    """Closing waits for what it brings; then it brings nothing."""
+    closing = threading.Timer(0.02, other.ask, args=["memory.close(30, force=True)"])
+    closing.start()
+    while closing.is_alive():
+        here.check_load(BLOCKS), here.check_store(BLOCKS)
+    time.sleep(0.25)
+    assert here.check_load(BLOCKS).by_others == here.check_store(BLOCKS).by_others == 0
+    assert here.member.peers == (1,)
+
+
 def test_closing_ends_what_has_begun(here: Here, other: Other) -> None:
     transfers = [here.member.load(*here.ids(BLOCKS)) for _ in range(3)]
     here.member.close(PATIENCE)
