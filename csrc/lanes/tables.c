@@ -27,14 +27,24 @@ static const void *contents(const struct kvs_table_of_rows *table) {
   return (const void *)(uintptr_t)table->staging->host;
 }
 
+static size_t nbytes_of(const struct kvs_rows *rows) { return rows->count * sizeof *rows->items; }
+
+static bool holds(const struct kvs_table_of_rows *table, const struct kvs_rows *rows,
+                  const struct kvs_table_tail *tail) {
+  const char *held = contents(table);
+  return memcmp(held, rows->items, nbytes_of(rows)) == 0 &&
+         (!tail->nbytes || memcmp(held + nbytes_of(rows), tail->bytes, tail->nbytes) == 0);
+}
+
 /* The table with these rows; else the least recently used free one in *free (NULL: all are in use). */
-static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const struct kvs_rows *rows, uint64_t hash,
+static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const struct kvs_rows *rows,
+                                             const struct kvs_table_tail *tail, uint64_t hash,
                                              struct kvs_table_of_rows **free) {
   *free = NULL;
   for (size_t i = 0; i < KVS_TABLES; i++) {
     struct kvs_table_of_rows *table = &tables->items[i];
-    if (table->count == rows->count && table->hash == hash &&
-        memcmp(contents(table), rows->items, rows->count * sizeof *rows->items) == 0)
+    if (table->count == rows->count && table->hash == hash && table->tail_nbytes == tail->nbytes &&
+        holds(table, rows, tail))
       return table;
     if (!table->users && (!*free || table->last_used < (*free)->last_used)) *free = table;
   }
@@ -43,8 +53,8 @@ static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const st
 
 /* No transfer reads the table, and its last upload has ended. */
 static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, const struct kvs_rows *rows,
-                       uint64_t hash, struct kvs_error *err) {
-  size_t nbytes = rows->count * sizeof *rows->items;
+                       const struct kvs_table_tail *tail, uint64_t hash, struct kvs_error *err) {
+  size_t nbytes = nbytes_of(rows) + tail->nbytes;
   int status = KVS_OK;
   table->count = 0;
   if (table->staging && table->staging->nbytes < nbytes) {
@@ -56,13 +66,16 @@ static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *tabl
   }
   if (!table->staging) status = kvs_engine_staging_get(engine, nbytes, &table->staging, err);
   if (status) return status;
-  memcpy((void *)(uintptr_t)table->staging->host, rows->items, nbytes);
+  char *to = (char *)(uintptr_t)table->staging->host;
+  memcpy(to, rows->items, nbytes_of(rows));
+  if (tail->nbytes) memcpy(to + nbytes_of(rows), tail->bytes, tail->nbytes);
   status =
       kvs_dev_copy(engine->device, table->staging->device, table->staging->host, nbytes, engine->tables.upload, err);
   if (!status) status = kvs_dev_event_record(engine->device, table->uploaded, engine->tables.upload, err);
   if (status) return status;
   table->arrived = false;
   table->hash = hash;
+  table->tail_nbytes = tail->nbytes;
   table->count = rows->count;
   return KVS_OK;
 }
@@ -74,16 +87,16 @@ static int wait_locked(struct kvs_engine *engine, struct kvs_table_of_rows *tabl
   return table->arrived ? KVS_OK : kvs_dev_stream_wait(engine->device, stream, table->uploaded, err);
 }
 
-int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_stream stream,
-                  struct kvs_table_of_rows **found, uint64_t *address, struct kvs_error *err) {
+int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, const struct kvs_table_tail *tail,
+                  kvs_stream stream, struct kvs_table_of_rows **found, uint64_t *address, struct kvs_error *err) {
   struct kvs_tables *tables = &engine->tables;
   struct kvs_table_of_rows *free;
   uint64_t hash = hash_of(rows);
   int status = KVS_OK;
   pthread_mutex_lock(&tables->lock);
-  struct kvs_table_of_rows *table = find_locked(tables, rows, hash, &free);
+  struct kvs_table_of_rows *table = find_locked(tables, rows, tail, hash, &free);
   if (!table && !free) status = kvs_fail(err, KVS_NOT_READY, "all %d tables of rows are in use", KVS_TABLES);
-  if (!table && free) status = fill_locked(engine, table = free, rows, hash, err);
+  if (!table && free) status = fill_locked(engine, table = free, rows, tail, hash, err);
   if (!status) status = wait_locked(engine, table, stream, err);
   if (!status) {
     table->users++;

@@ -24,6 +24,7 @@ struct kvs_disabled {
 struct kvs_table_of_rows {
   uint64_t hash;
   size_t count; /* 0: empty */
+  size_t tail_nbytes;
   struct kvs_staging *staging;
   kvs_event uploaded;
   bool arrived; /* the host saw `uploaded` reached */
@@ -60,12 +61,18 @@ struct kvs_slots {
   kvs_stream unsettled[2]; /* a driver call was refused: the slots are free only when these streams are idle */
 };
 
-/* tables.c. The device address of the rows; `stream` waits until they are uploaded. The caller returns the table when
- * the transfer has ended. KVS_NOT_READY: every table is in use. */
+/* Bytes that lie behind the rows of a table: the units of a transfer's codings. */
+struct kvs_table_tail {
+  const void *bytes;
+  size_t nbytes;
+};
+
+/* tables.c. The device address of the rows, and of the tail behind them; `stream` waits until they are uploaded. The
+ * caller returns the table when the transfer has ended. KVS_NOT_READY: every table is in use. */
 int kvs_tables_open(struct kvs_engine *, struct kvs_error *);
 void kvs_tables_close(struct kvs_engine *);
-int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream stream, struct kvs_table_of_rows **,
-                  uint64_t *rows, struct kvs_error *);
+int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, const struct kvs_table_tail *, kvs_stream stream,
+                  struct kvs_table_of_rows **, uint64_t *rows, struct kvs_error *);
 void kvs_table_put(struct kvs_engine *, struct kvs_table_of_rows *);
 
 const char *kvs_kernels_off(const struct kvs_engine *); /* why; NULL: they are on */

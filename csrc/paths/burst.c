@@ -429,7 +429,7 @@ static int issue_grid(struct kvs_submission *s, struct kvs_error *why) {
                                           s->work->layered || s->nlent);
   struct kvs_burst burst;
   int status = kvs_place_rows(s, s->first, why);
-  if (!status) status = kvs_place_codings(s, s->first, why);
+  if (!status) kvs_place_verdicts(s);
   if (!status && s->nlent) status = kvs_place_pairs(s, 0, packing->npairs, s->first, why);
   if (!status) status = kvs_lent_begin(s, why);
   while (!status) {

@@ -209,8 +209,8 @@ static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   int status = kvs_place_rows(s, s->lane->stream, why);
   if (!status) status = kvs_resolve_ids(s, s->lane->stream, why);
   if (!status) status = kvs_place_pairs(s, 0, s->work->scratch->packing.npairs, s->lane->stream, why);
-  if (!status) status = kvs_place_codings(s, s->lane->stream, why);
   if (status) return status;
+  kvs_place_verdicts(s);
   struct kvs_units units = s->units;
   units.rows += s->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)nrows;

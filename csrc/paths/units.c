@@ -101,12 +101,37 @@ int kvs_prepare_grid(struct kvs_submission *s) {
 
 /* -- what the kernels read ------------------------------------------------------------------------------------- */
 
-/* The rows from the engine's tables; staged if all tables are in use. */
+/* The units of the codings, one after the other. Not uploaded yet. */
+static struct kvs_table_tail stage_codings(struct kvs_submission *s) {
+  const size_t from = s->staged;
+  if (!s->work->codings) return (struct kvs_table_tail){NULL, 0};
+  const void *host = (const void *)(uintptr_t)(s->transfer->staging->host + from);
+  for (size_t i = 0; i < s->work->ncodings; i++) {
+    const struct kvs_coding *coding = s->work->codings[i].coding;
+    size_t nbytes = coding->nunits * sizeof *coding->units;
+    memcpy(kvs_stage(s, nbytes, &s->work->codings[i].units), coding->units, nbytes);
+  }
+  return (struct kvs_table_tail){host, s->staged - from};
+}
+
+/* What has been staged at offset `from` is behind the rows of a table instead. */
+static void move_codings(struct kvs_submission *s, size_t from) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  const uint64_t staged = s->transfer->staging->device + from;
+  const uint64_t tail = s->units.rows + rows->count * sizeof *rows->items;
+  for (size_t i = 0; s->work->codings && i < s->work->ncodings; i++)
+    s->work->codings[i].units = tail + (s->work->codings[i].units - staged);
+  s->staged = from;
+}
+
+/* The rows from the engine's tables, with the units of codings behind them; staged if all tables are in use. */
 int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
   size_t from = s->staged;
   if (s->units.rows) return KVS_OK; /* placed by an earlier layer */
-  int status = kvs_table_get(s->engine, rows, stream, &s->transfer->table, &s->units.rows, why);
+  const struct kvs_table_tail tail = stage_codings(s);
+  int status = kvs_table_get(s->engine, rows, &tail, stream, &s->transfer->table, &s->units.rows, why);
+  if (status == KVS_OK) move_codings(s, from);
   if (status == KVS_NOT_READY) {
     memcpy(kvs_stage(s, rows->count * sizeof *rows->items, &s->units.rows), rows->items,
            rows->count * sizeof *rows->items);
@@ -143,26 +168,14 @@ int kvs_place_pairs(struct kvs_submission *s, size_t first, size_t end, kvs_stre
 }
 
 /* The kernel writes verdicts to the host's side of staging, which the driver maps into every context. */
-int kvs_place_codings(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
-  struct kvs_work *work = s->work;
+void kvs_place_verdicts(struct kvs_submission *s) {
   struct kvs_verdicts *verdicts = s->transfer->verdicts;
-  size_t from = s->staged, npairs = work->scratch->packing.npairs;
+  size_t npairs = s->work->scratch->packing.npairs;
   uint64_t unused;
-  if (!work->codings || verdicts->words) return KVS_OK;
-  for (size_t i = 0; i < work->ncodings; i++) {
-    const struct kvs_coding *coding = work->codings[i].coding;
-    size_t nbytes = coding->nunits * sizeof *coding->units;
-    memcpy(kvs_stage(s, nbytes, &work->codings[i].units), coding->units, nbytes);
-  }
-  int status = kvs_upload(s, from, s->staged, stream, why);
-  if (status) {
-    s->staged = from;
-    return status;
-  }
+  if (!s->work->codings || verdicts->words) return;
   uint32_t *words = kvs_stage(s, npairs * sizeof *words, &unused);
   memset(words, 0, npairs * sizeof *words);
-  kvs_verdicts_place(verdicts, &work->scratch->packing, words);
-  return KVS_OK;
+  kvs_verdicts_place(verdicts, &s->work->scratch->packing, words);
 }
 
 /* -- launching ------------------------------------------------------------------------------------------------- */

@@ -21,8 +21,8 @@ int kvs_prepare_grid(struct kvs_submission *);
 /* Space in the transfer's staging: the host address, and the device address after the upload. */
 void *kvs_stage(struct kvs_submission *, size_t nbytes, uint64_t *device);
 int kvs_upload(struct kvs_submission *, size_t from, size_t to, kvs_stream, struct kvs_error *why);
-/* Place the rows for kernels on that stream. Place a list of pieces for the view (returns their number); `aliased`: the
- * kernels reach host memory by its device alias. */
+/* Place the rows, and the units of codings, for kernels on that stream. Place a list of pieces for the view (returns
+ * their number); `aliased`: the kernels reach host memory by its device alias. */
 int kvs_place_rows(struct kvs_submission *, kvs_stream, struct kvs_error *why);
 size_t kvs_place_list(struct kvs_submission *, bool aliased, struct kvs_piece **pieces);
 
@@ -35,8 +35,8 @@ void kvs_fetch_ids(struct kvs_submission *);
 /* Upload the pairs before `end`, unless they are there or few enough to go as parameters. */
 int kvs_place_pairs(struct kvs_submission *, size_t first, size_t end, kvs_stream, struct kvs_error *why);
 
-/* Coded transfers, once: what the kernel needs beside rows and pairs. */
-int kvs_place_codings(struct kvs_submission *, kvs_stream, struct kvs_error *why);
+/* Coded transfers, once: a word for the verdict of each pair. */
+void kvs_place_verdicts(struct kvs_submission *);
 /* Launch kernels that code rows [first_row, first_row + nrows) of *units, whose pairs begin with first_pair. */
 int kvs_launch_code(struct kvs_submission *, const struct kvs_units *, size_t first_row, size_t first_pair,
                     unsigned ctas, kvs_stream, struct kvs_error *why);

@@ -578,12 +578,21 @@ static void test_fork_while_a_lock_is_held(void) {
 #endif
 }
 
-static int get_table(struct kvs_engine *engine, uint64_t number, struct kvs_table_of_rows **table) {
+static int get_table_with(struct kvs_engine *engine, uint64_t number, const char *text,
+                          struct kvs_table_of_rows **table) {
   struct kvs_row row = {.src = number, .nbytes = 16};
   struct kvs_rows rows = {&row, 1, 1};
   struct kvs_error err;
+  const struct kvs_table_tail tail = {text, strlen(text)};
   uint64_t address;
-  return kvs_table_get(engine, &rows, engine->tables.upload, table, &address, &err);
+  int status = kvs_table_get(engine, &rows, &tail, engine->tables.upload, table, &address, &err);
+  if (!status && tail.nbytes) CHECK(!kvs_engine_synchronize(engine, -1, &err), "the upload");
+  if (!status) CHECK(memcmp((const char *)(uintptr_t)address + sizeof row, text, tail.nbytes) == 0, "%s", text);
+  return status;
+}
+
+static int get_table(struct kvs_engine *engine, uint64_t number, struct kvs_table_of_rows **table) {
+  return get_table_with(engine, number, "", table);
 }
 
 /* As a transfer that has ended does: what it uploaded has arrived. */
@@ -614,6 +623,19 @@ static void test_tables_in_use(void) {
   put_table(engine, again);
   for (int i = 0; i < KVS_TABLES; i++)
     if (i != 3) put_table(engine, tables[i]);
+  kvs_engine_unref(engine);
+}
+
+/* A table is its rows and what lies behind them. */
+static void test_tails_of_tables(void) {
+  struct kvs_engine *engine = open_engine(0);
+  struct kvs_table_of_rows *none, *one, *other, *longer, *again;
+  CHECK(!get_table_with(engine, 7, "", &none) && !get_table_with(engine, 7, "aaaa", &one), "two tables");
+  CHECK(!get_table_with(engine, 7, "aaab", &other) && !get_table_with(engine, 7, "aaaab", &longer), "two more");
+  CHECK(none != one && one != other && other != longer && longer != one, "all differ");
+  CHECK(!get_table_with(engine, 7, "aaaa", &again) && again == one, "it is there");
+  struct kvs_table_of_rows *const all[] = {none, one, other, longer, again};
+  for (int i = 0; i < 5; i++) put_table(engine, all[i]);
   kvs_engine_unref(engine);
 }
 
@@ -676,6 +698,7 @@ int main(void) {
   test_loss_in_a_burst(KVS_H2D);
   test_little_memory_for_slots();
   test_tables_in_use();
+  test_tails_of_tables();
   test_threads();
   test_fork_while_a_lock_is_held();
   test_shutdown_of_idle_engines();

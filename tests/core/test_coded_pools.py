@@ -297,6 +297,22 @@ def test_a_block_that_does_not_fit_fails_alone(tiny: kvswap.Device, path: str, s
     np.testing.assert_array_equal(tiers.blocks()[2], tiers.blocks()[3])
 
 
+def test_more_tables_than_an_engine_keeps(device: kvswap.Device) -> None:
+    """Transfers of other rows and codings each, none of which has ended: the later ones carry their own tables."""
+    pages = 40
+    tiers, held = Tiers(device, coding_of("exact", pages=pages), split=True), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(held)
+        made = [
+            kvswap.move_blocks(tiers.gpu_pools[i], tiers.host_pools[i], [3, 4], [5, 1], after=[held], path="kernel")
+            for i in range(pages)
+        ]
+        gate.open()
+        for transfer in made:
+            transfer.wait(PATIENCE)
+    check_stored(tiers, [3, 4], [5, 1])
+
+
 def test_a_load_that_is_queued_before_the_verdict(device: kvswap.Device) -> None:
     tiers, held = Tiers(device, coding_of("exact")), kvswap.Stream(device)
     spoil(tiers, 3, 0)
