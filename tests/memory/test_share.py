@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -540,6 +541,85 @@ def test_answers_late_in_any_order_and_again(here: Here, rogue: Rogue, seed: int
         done.set()
         thread.join(PATIENCE)
     assert here.member.stats()["answers_dropped"] > 0 and here.member.stats()["links_lost"] == 0
+
+
+FOUR = 12 * 8  # blocks: the own link begins with 8 pieces, and 4 are asked of the other
+CANCELLED = -14
+
+
+def asked_for(rogue: Rogue) -> list[tuple[int, int, int, list[int]]]:
+    """The next four TAKEs; recalled pieces count as begun."""
+    takes: list[tuple[int, int, int, list[int]]] = []
+    while len(takes) < 4:
+        kind, *rest = rogue.hear()
+        if kind == TAKE:
+            takes.append((rest[0], rest[1], rest[2], rest[3]))
+    return takes
+
+
+def answer(rogue: Rogue, take: tuple[int, int, int, list[int]], brought: bool) -> None:
+    slot, generation, direction, ids = take
+    if brought:
+        rogue.bring(slot, direction, ids)
+    rogue.say(DONE, slot, generation, 0 if brought else CANCELLED)
+
+
+@pytest.mark.parametrize("old_at", range(5))
+def test_all_answers_in_all_orders(here: Here, rogue: Rogue, old_at: int) -> None:
+    """Each of four pieces is brought or not, in each order, with an old answer for its slot in between."""
+    dropped = 0
+    for order in itertools.permutations(range(4)):
+        for brought in itertools.product((True, False), repeat=4):
+
+            def other_side(order: Any = order, brought: Any = brought) -> None:
+                takes = asked_for(rogue)
+                for take in takes:
+                    rogue.bring(take[0], 1, take[3], junk=True)
+                for turn, piece in enumerate(order):
+                    if turn == old_at:
+                        rogue.say(DONE, takes[piece][0], takes[piece][1] - 1)
+                    answer(rogue, takes[piece], brought[piece])
+                if old_at == 4:
+                    rogue.say(DONE, takes[0][0], takes[0][1] - 1)
+
+            transfer = here.check_load(FOUR, other_side)
+            assert transfer.by_others == 8 * BLOCK * sum(brought)
+            dropped += 1
+    until(lambda: here.member.stats()["answers_dropped"] == dropped)
+    assert here.member.stats()["pieces_late"] == here.member.stats()["links_lost"] == 0
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_each_set_of_pieces_may_be_late(name: str, store: bool) -> None:
+    """Late pieces touch no block of a load. A store ends when they have been answered for."""
+    here = Here(name, stall=0.05)
+    rogue = Rogue(here)
+    for late in itertools.product((True, False), repeat=4):
+        takes: list[tuple[int, int, int, list[int]]] = []
+
+        def other_side(late: Any = late, takes: Any = takes) -> None:
+            takes += asked_for(rogue)
+            for take, is_late in zip(takes, late, strict=True):
+                if not is_late:
+                    answer(rogue, take, True)
+            if store:
+                time.sleep(0.1)
+                for take, is_late in zip(takes, late, strict=True):
+                    if is_late:
+                        answer(rogue, take, True)
+
+        transfer = here.check_store(FOUR, other_side) if store else here.check_load(FOUR, other_side)
+        assert transfer.by_others == 8 * BLOCK * (4 - sum(late))
+        if not store:
+            before = [here.gpu(layer).copy() for layer in range(LAYERS)]
+            for take, is_late in zip(takes, late, strict=True):
+                if is_late:
+                    rogue.bring(take[0], 1, take[3], junk=True)
+                    rogue.say(DONE, take[0], take[1])
+            assert all(np.array_equal(here.gpu(layer), before[layer]) for layer in range(LAYERS))
+        time.sleep(0.21)  # it is asked again
+    rogue.close()
+    here.close()
 
 
 def test_a_late_slot_is_not_used_before_the_answer(hasty: Here) -> None:
