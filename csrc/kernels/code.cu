@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(CODE_THREADS, 2)
   __shared__ struct code_items items;
   uint32_t turn = 0;
   for (uint64_t index = blockIdx.x; index < params.count; index += gridDim.x, turn ^= 1u) {
-    const struct code_item &item = code_item_at(params, index, &items);
+    const struct kvs_code_item &item = code_item_at(params, index, &items);
     if (item.skipped) continue;
     const enum kvs_unit_verdict verdict =
         !params.by_src ? encode_unit(item.unit, item.pages.src, item.empty ? 0 : params.valid_nbytes, item.pages.dst,

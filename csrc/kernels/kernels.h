@@ -112,6 +112,15 @@ struct kvs_code_params {
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
 };
 
+/* What one CTA codes at a time. */
+struct kvs_code_item {
+  struct kvs_unit unit;
+  struct kvs_piece pages;
+  uint64_t block;   /* the number of the pair */
+  uint32_t skipped; /* 1: its destination is bad */
+  uint32_t empty;   /* 1: it has no source */
+};
+
 /* After CODE, with its parameters for encoding. Heads of units that are wrong are written. */
 struct kvs_verify_params {
   struct kvs_code_params code;

@@ -46,23 +46,14 @@ static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy
   return kvs_grid_piece(&units, params.by_src, &row, &pair, block, part);
 }
 
-/* What one CTA codes at a time. */
-struct code_item {
-  struct kvs_unit unit;
-  struct kvs_piece pages;
-  uint64_t block;
-  bool skipped; /* its destination is bad */
-  bool empty;   /* it has no source */
-};
-
 /* Each warp's item lies in shared memory, which leaves the registers to values. */
 struct code_items {
-  struct code_item of[CODE_THREADS / KVS_WARP];
+  struct kvs_code_item of[CODE_THREADS / KVS_WARP];
 };
 
 /* The tables are read through L1, since a CTA needs most of its lines again; it is empty when a kernel begins. */
 template <typename Index>
-static __device__ __forceinline__ struct code_item code_item_of(const struct kvs_code_params &params, Index index) {
+static __device__ __forceinline__ struct kvs_code_item code_item_of(const struct kvs_code_params &params, Index index) {
   const struct kvs_units &units = params.units;
   const Index part = index % units.parts, line = index / units.parts, block = line / units.nrows;
   const struct kvs_row row = ((const struct kvs_row *)units.rows)[line % units.nrows];
@@ -72,9 +63,9 @@ static __device__ __forceinline__ struct code_item code_item_of(const struct kvs
 }
 
 /* Unit `index` of kernels CODE and VERIFY. Called by all lanes; it overwrites the warp's last item. */
-static __device__ __forceinline__ const struct code_item &code_item_at(const struct kvs_code_params &params,
-                                                                       uint64_t index, struct code_items *items) {
-  struct code_item *item = &items->of[threadIdx.x / KVS_WARP];
+static __device__ __forceinline__ const struct kvs_code_item &code_item_at(const struct kvs_code_params &params,
+                                                                           uint64_t index, struct code_items *items) {
+  struct kvs_code_item *item = &items->of[threadIdx.x / KVS_WARP];
   __syncwarp();
   if (threadIdx.x % KVS_WARP == 0)
     *item =

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(CODE_THREADS)
   const struct kvs_code_params &code = params.code;
   const uint64_t scratch = params.scratch + (uint64_t)blockIdx.x * KVS_VERIFY_NBYTES;
   for (uint64_t index = blockIdx.x; index < code.count; index += gridDim.x) {
-    const struct code_item &item = code_item_at(code, index, &items);
+    const struct kvs_code_item &item = code_item_at(code, index, &items);
     if (item.skipped) continue;
     const enum kvs_unit_verdict verdict =
         verify_unit(item.unit, item.pages.src, item.empty ? 0 : code.valid_nbytes, item.pages.dst, scratch, &shared);
