@@ -31,7 +31,7 @@ setup(
     },
     data_files=[("share/kvswap/monitoring", ["monitoring/alerts.yml", "monitoring/grafana-dashboard.json"])],
     include_package_data=False,
-    ext_modules=[extension.extension()],
+    ext_modules=extension.extensions(),
     cmdclass={"build_ext": extension.Build},
     setup_requires=extension.requirements(),
 )

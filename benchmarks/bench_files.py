@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvswap
-from kvswap import _C
+from kvswap import _testing
 from kvswap.files import FileStore, FileTransfer, Layout
 from kvswap.replay.units import parse_size
 
@@ -290,7 +290,7 @@ def checksum_by_kernel(device: kvswap.Device, ptr: int, nbytes: int, count: int)
     begin, end = (kvswap.Event(device, timing=True) for _ in range(2))
     begin.record(stream)
     for i in range(count):
-        _C._seam(device, "launch_crc", ptr + i * nbytes, nbytes, word.ptr, stream.handle)
+        _testing.seam(device, "launch_crc", ptr + i * nbytes, nbytes, word.ptr, stream.handle)
     end.record(stream)
     end.synchronize(WAIT)
     return count * nbytes / begin.elapsed_time(end) / 1e9

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvswap
-from kvswap import _C
+from kvswap import _C, _testing
 from kvswap.memory import HostPool
 from kvswap.replay.progress import Progress
 from kvswap.replay.units import format_size, parse_size
@@ -70,7 +70,7 @@ def wrong_in_pool(pool: HostPool, slots: NDArray[np.int64], keys: NDArray[np.uin
     for layer in range(LAYERS):
         there = pool.layer(layer)[slots].view(np.uint64)
         for word in (0, there.shape[1] - 1):
-            expected = np.array([_C._pattern_word(int(key), word) for key in keys[layer, : slots.size]], np.uint64)
+            expected = np.array([_testing.pattern_word(int(key), word) for key in keys[layer, : slots.size]], np.uint64)
             wrong += 8 * int((there[:, word] != expected).sum())
     return wrong
 

@@ -14,6 +14,7 @@ and equal numbers from trace().
 from __future__ import annotations
 
 import errno
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,15 +81,16 @@ def parse_action(text: str) -> Action | None:
     return _ACTIONS.get(text)
 
 
-def _binding(name: str, owner: Any = _C) -> Any:
-    """A function of the extension that a build may lack."""
-    found = getattr(owner, name, None)
-    if found is None:
+def _binding(name: str) -> Any:
+    """A function of kvswap._testing, which wheels lack."""
+    try:
+        found = importlib.import_module("kvswap._testing")
+    except ModuleNotFoundError:
         raise _C.Error(
             "this build of kvswap lacks its test bindings (KVSWAP_TEST_BINDINGS=off, as in wheels), which faults and "
             "deterministic devices need: build it from source (pip install --force-reinstall --no-deps PATH)"
-        )
-    return found
+        ) from None
+    return getattr(found, name)
 
 
 def deterministic_device(seed: int) -> _C.Device:
@@ -96,30 +98,30 @@ def deterministic_device(seed: int) -> _C.Device:
 
     A call that queues work also runs up to two steps of what is queued already: what should begin later has to wait for
     an event or a word in memory."""
-    device: _C.Device = _binding("_deterministic_device")(seed)
+    device: _C.Device = _binding("deterministic_device")(seed)
     return device
 
 
 def step(device: _C.Device, steps: int = 1) -> int:
     """Run up to `steps` steps of a deterministic device's queued work; returns the number run."""
-    ran: int = _binding("_host_step")(device, steps)
+    ran: int = _binding("host_step")(device, steps)
     return ran
 
 
 def trace(device: _C.Device) -> int:
     """A hash of all work that ran on a host device so far, and of its order."""
-    found: int = _binding("_host_trace")(device)
+    found: int = _binding("host_trace")(device)
     return found
 
 
 @contextmanager
 def capture(device: _C.Device, stream: Any) -> Iterator[None]:
     """Make a host device's stream behave as one that records a graph: work on it is refused, as a driver does."""
-    _binding("_host_capture")(device, stream, True)
+    _binding("host_capture")(device, stream, True)
     try:
         yield
     finally:
-        _binding("_host_capture")(device, stream, False)
+        _binding("host_capture")(device, stream, False)
 
 
 @contextmanager
@@ -127,11 +129,11 @@ def peer_access(device: _C.Device, other: _C.Device, reached: bool) -> Iterator[
     """Whether kernels of a host device reach the memory of another, while the block runs; else they always do. Copies
     between the two are made in any case."""
     ordinal = int(other.name.rpartition(":")[2])
-    _binding("_host_peer")(device, ordinal, reached)
+    _binding("host_peer")(device, ordinal, reached)
     try:
         yield
     finally:
-        _binding("_host_peer")(device, ordinal, True)
+        _binding("host_peer")(device, ordinal, True)
 
 
 @contextmanager
@@ -175,11 +177,11 @@ def fault(
     if every < 0 or (nth is not None and nth < 1):
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     first = (every or 1) if nth is None else nth
-    _binding("_set_fault")(device, kind, action, operation=operation, nth=first, every=every, code=code, delay=delay)
+    _binding("set_fault")(device, kind, action, operation=operation, nth=first, every=every, code=code, delay=delay)
     try:
         yield
     finally:
-        _binding("_set_fault")(device, kind, "none")
+        _binding("set_fault")(device, kind, "none")
 
 
 FileCall: TypeAlias = Literal["read", "write", "allocate", "open", "sync"]
@@ -210,12 +212,12 @@ def file_fault(
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     if action == "interrupt" and every == 1:
         raise ValueError("action 'interrupt' with every=1: the call would never get through")
-    inject = _binding("_file_set_fault") if store is None else _binding("_set_fault", store)
-    inject(call, action, (every or 1) if nth is None else nth, every, code, delay)
+    inject = _binding("file_set_fault")
+    inject(store, call, action, (every or 1) if nth is None else nth, every, code, delay)
     try:
         yield
     finally:
-        inject(call, "none", 1, 0, 0, 0.0)
+        inject(store, call, "none", 1, 0, 0, 0.0)
 
 
 def delay(device: _C.Device, seconds: float, stream: Any) -> None:
@@ -225,7 +227,7 @@ def delay(device: _C.Device, seconds: float, stream: Any) -> None:
 
 def set_lane_depth(device: _C.Device, depth: int) -> None:
     """How many transfers a lane holds unfinished before kvswap.QueueFull, 1 to 65536. For lanes made afterwards."""
-    _binding("_set_lane_depth")(device, depth)
+    _binding("set_lane_depth")(device, depth)
 
 
 # -- races ------------------------------------------------------------------------------------------------------------

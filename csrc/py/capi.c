@@ -1,4 +1,4 @@
-/* kvswap._C._API: the table of kvswap_capi.h in a capsule, for other extensions. */
+/* kvswap._C._API: the table of kvswap_capi.h in a capsule, for other extensions. kvswap._C._private: private.h. */
 #define KVSWAP_CAPI_PROVIDER
 #include "capi.h"
 #include "../kvswap_capi.h"
@@ -8,6 +8,8 @@
 #include "handle.h"
 #include "objects.h"
 #include "open.h"
+#include "private.h"
+#include "sources.h"
 #include "transfer.h"
 
 /* These functions have no object of the module at hand, and the module has no second instance. */
@@ -93,10 +95,26 @@ static struct kvswap_capi table = {.abi_version = KVSWAP_ABI_VERSION,
                                    .raise_error = raise_error,
                                    KVSWAP_CAPI_LIST(MEMBER)};
 
-int kvs_py_capi_add(PyObject *module) {
-  table.version = kvs_version();
-  PyObject *capsule = PyCapsule_New(&table, "kvswap._C._API", NULL);
-  int rc = capsule == NULL ? -1 : PyModule_AddObjectRef(module, "_API", capsule);
+static PyObject *device_object(struct kvs_engine *engine) { return kvs_py_device_new(state_now(), engine); }
+
+static PyObject *seam(PyObject *const *args, Py_ssize_t nargs, const struct kvs_seam_row *more, size_t nmore) {
+  return kvs_py_seam(state_now(), args, nargs, more, nmore);
+}
+
+#define X(name) .name = name,
+static struct kvs_py_private inner = {
+    .sources = KVSWAP_SOURCES, .device_object = device_object, .seam = seam, KVS_PY_PRIVATE(X)};
+#undef X
+
+static int add(PyObject *module, const char *attribute, void *pointer, const char *name) {
+  PyObject *capsule = PyCapsule_New(pointer, name, NULL);
+  int rc = capsule == NULL ? -1 : PyModule_AddObjectRef(module, attribute, capsule);
   Py_XDECREF(capsule);
   return rc;
+}
+
+int kvs_py_capi_add(PyObject *module) {
+  table.version = kvs_version();
+  if (add(module, "_API", &table, "kvswap._C._API") < 0) return -1;
+  return add(module, "_private", &inner, "kvswap._C._private");
 }

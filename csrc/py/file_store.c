@@ -2,7 +2,6 @@
  * that Ctrl-C ends the wait. file_calls.c has store(), load() and delete(). */
 #include "../base/crc32c.h"
 #include "../files/engine_uring.h"
-#include "../files/gds.h"
 #include "../files/store.h"
 #include "args.h"
 #include "codec.h"
@@ -515,45 +514,6 @@ static PyObject *store_block_nbytes(PyObject *self, void *unused) {
   return PyLong_FromUnsignedLongLong(info.block_nbytes);
 }
 
-/* -- faults, for tests --------------------------------------------------------------------------------------------- */
-
-#ifdef KVSWAP_NO_TEST_BINDINGS
-#define TEST_ROW(...) {NULL, NULL, 0, NULL} /* ends the table */
-#else
-#define TEST_ROW(...) {__VA_ARGS__}
-static PyObject *set_fault(struct kvs_file_store *store, PyObject *args) {
-  static const char *const calls[] = {"read", "write", "allocate", "open", "sync"};
-  static const char *const actions[] = {"none", "fail", "short", "interrupt", "delay"};
-  PyObject *call, *action;
-  unsigned long long nth, every;
-  double delay;
-  struct kvs_file_fault fault = {0};
-  if (!PyArg_ParseTuple(args, "OOKKid:_set_fault", &call, &action, &nth, &every, &fault.code, &delay)) return NULL;
-  int which = kvs_py_choice(call, "call", calls, KVS_FILE_CALLS);
-  int what = which < 0 ? -1 : kvs_py_choice(action, "action", actions, 5);
-  if (what < 0) return NULL;
-  fault.action = (enum kvs_file_fault_action)what;
-  fault.nth = nth;
-  fault.every = every;
-  fault.delay_ns = (uint64_t)(delay * 1e9);
-  kvs_file_inject(store, (enum kvs_file_call)which, &fault);
-  Py_RETURN_NONE;
-}
-
-static PyObject *store_set_fault(PyObject *self, PyObject *args) { return set_fault(kvs_py_file_core(self), args); }
-
-static PyObject *set_fault_at_open(PyObject *module, PyObject *args) {
-  (void)module;
-  return set_fault(NULL, args);
-}
-
-PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
-                            "For kvswap.testing: inject a fault into the nth such call, and each `every` later.");
-PyDoc_STRVAR(set_fault_at_open_doc,
-             "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
-             "For kvswap.testing: inject a fault into the nth such call, and each `every` later, while a store opens.");
-#endif
-
 /* -- directories --------------------------------------------------------------------------------------------------- */
 
 struct peeking {
@@ -662,22 +622,12 @@ static PyObject *facts(PyObject *module, PyObject *unused) {
   return Py_BuildValue("(ss)", err.message, kvs_crc32c_how());
 }
 
-static PyObject *gds_close(PyObject *module, PyObject *unused) {
-  bool closed;
-  (void)module, (void)unused;
-  KVS_PY_NO_GIL(closed = kvs_file_gds_shutdown());
-  return PyBool_FromLong(closed);
-}
-
 PyDoc_STRVAR(gds_doc,
              "_file_gds($module, compat, /)\n--\n\n"
              "(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by "
              "what, or why not), as far as is known without opening libcufile's driver.");
 PyDoc_STRVAR(facts_doc, "_file_facts($module, /)\n--\n\n"
                         "(Why files are not read and written by io_uring; empty: they are. What computes checksums.)");
-PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
-                            "For tests: close libcufile's driver, so that the next store looks for the library again. "
-                            "False: a store still uses it.");
 PyDoc_STRVAR(
     limit_doc,
     "_file_limit($module, directory, nbytes, /)\n--\n\n"
@@ -693,10 +643,8 @@ PyMethodDef kvs_py_file_methods[] = {
     {"_file_clear", clear_directory, METH_O, clear_directory_doc},
     {"_file_facts", facts, METH_NOARGS, facts_doc},
     {"_file_gds", gds, METH_O, gds_doc},
-    {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
     {"_file_limit", limit, METH_VARARGS, limit_doc},
-    TEST_ROW("_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc),
     {NULL, NULL, 0, NULL},
 };
 
@@ -807,7 +755,6 @@ static PyMethodDef methods[] = {
     {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
     {"__enter__", store_enter, METH_NOARGS, enter_doc},
     {"__exit__", store_exit, METH_VARARGS, exit_doc},
-    TEST_ROW("_set_fault", store_set_fault, METH_VARARGS, set_fault_doc),
     {NULL, NULL, 0, NULL},
 };
 

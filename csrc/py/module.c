@@ -97,20 +97,13 @@ static PyObject **slot_of(PyObject *module, const struct row *row) {
   return (PyObject **)(void *)((char *)PyModule_GetState(module) + row->offset);
 }
 
-#ifdef KVSWAP_NO_TEST_BINDINGS
-static PyMethodDef no_methods[] = {{NULL, NULL, 0, NULL}};
-#define TESTING_METHODS no_methods
-#else
-#define TESTING_METHODS kvs_py_testing_methods
-#endif
-
 static int module_exec(PyObject *module) {
-  PyMethodDef *const methods[] = {
-      kvs_py_swap_methods,        kvs_py_move_methods,   kvs_py_note_methods,    kvs_py_race_methods,
-      kvs_py_pattern_methods,     TESTING_METHODS,       kvs_py_machine_methods, kvs_py_seam_methods,
-      kvs_py_calibration_methods, kvs_py_host_methods,   kvs_py_shared_methods,  kvs_py_ipc_methods,
-      kvs_py_file_methods,        kvs_py_await_methods,  kvs_py_metrics_methods, kvs_py_trace_methods,
-      kvs_py_disk_methods,        kvs_py_remote_methods, kvs_py_codec_methods};
+  PyMethodDef *const methods[] = {kvs_py_swap_methods,   kvs_py_move_methods,        kvs_py_note_methods,
+                                  kvs_py_race_methods,   kvs_py_pattern_methods,     kvs_py_machine_methods,
+                                  kvs_py_seam_methods,   kvs_py_calibration_methods, kvs_py_host_methods,
+                                  kvs_py_shared_methods, kvs_py_ipc_methods,         kvs_py_file_methods,
+                                  kvs_py_await_methods,  kvs_py_metrics_methods,     kvs_py_trace_methods,
+                                  kvs_py_disk_methods,   kvs_py_remote_methods,      kvs_py_codec_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; ++i) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);

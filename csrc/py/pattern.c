@@ -124,17 +124,6 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
   return result;
 }
 
-static PyObject *pattern_word(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"key", "index"};
-  static const struct kvs_py_args spec = {"_pattern_word", names, 2, 2, 2};
-  (void)module;
-  PyObject *values[2];
-  uint64_t key, index;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_uint64(values[0], "key", -1, &key) < 0 || kvs_py_uint64(values[1], "index", -1, &index) < 0) return NULL;
-  return PyLong_FromUnsignedLongLong(kvs_pattern_word(key, index));
-}
-
 PyDoc_STRVAR(job_doc, "A pattern being written or checked on a stream. Dropping it waits for the job, at most 60 s.");
 PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the job has ended. Never blocks.");
 PyDoc_STRVAR(result_doc,
@@ -148,12 +137,8 @@ PyDoc_STRVAR(
     "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.\n"
     "kind: 'bytes', or bf16 for coded blocks: 'window' ('exact' holds them, unless the key's low bits are 2), 'coarse' "
     "(each\ncodec gives them back).");
-PyDoc_STRVAR(pattern_word_doc, "_pattern_word($module, /, key, index)\n--\n\n"
-                               "Word `index` of the pattern: its bytes 8 * index to 8 * index + 7, little-endian.");
-
 PyMethodDef kvs_py_pattern_methods[] = {
     {"_pattern", KVS_PY_FASTCALL(pattern), METH_FASTCALL | METH_KEYWORDS, pattern_doc},
-    {"_pattern_word", KVS_PY_FASTCALL(pattern_word), METH_FASTCALL | METH_KEYWORDS, pattern_word_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -155,11 +155,6 @@ static PyObject *racecheck_stop(PyObject *module, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-static PyObject *racecheck_found(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
-  return PyLong_FromUnsignedLongLong(kvs_racecheck_found());
-}
-
 PyDoc_STRVAR(set_race_hook_doc,
              "_set_race_hook($module, hook, /)\n--\n\n"
              "hook() is called after a call that submits, notes or waits while new races have been found; None: "
@@ -167,7 +162,6 @@ PyDoc_STRVAR(set_race_hook_doc,
              "Returns the previous hook.");
 PyDoc_STRVAR(racecheck_start_doc, "_racecheck_start($module, /)\n--\n\nStart the checker. Starts and stops nest.");
 PyDoc_STRVAR(racecheck_stop_doc, "_racecheck_stop($module, /)\n--\n\nUndo one start.");
-PyDoc_STRVAR(racecheck_found_doc, "_racecheck_found($module, /)\n--\n\nHow many races since the first start.");
 PyDoc_STRVAR(racecheck_take_doc,
              "_racecheck_take($module, /)\n--\n\n"
              "The races not taken yet, at most 1000, oldest first: (pool, slot, first, second), each access being\n"
@@ -177,7 +171,6 @@ PyMethodDef kvs_py_race_methods[] = {
     {"_set_race_hook", set_race_hook, METH_O, set_race_hook_doc},
     {"_racecheck_start", racecheck_start, METH_NOARGS, racecheck_start_doc},
     {"_racecheck_stop", racecheck_stop, METH_NOARGS, racecheck_stop_doc},
-    {"_racecheck_found", racecheck_found, METH_NOARGS, racecheck_found_doc},
     {"_racecheck_take", racecheck_take, METH_NOARGS, racecheck_take_doc},
     {NULL, NULL, 0, NULL},
 };

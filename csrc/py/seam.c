@@ -1,7 +1,7 @@
-/* kvswap._C._seam: the members of csrc/device/device.h by name, for the conformance suite. One table row for each
- * member. All take numbers, except copy_batch and copy_direct, which take three lists first. */
-#include "../device/share.h"
-#include "address.h"
+/* kvswap._C._seam: members of csrc/device/device.h by name, a table row for each: those that the package itself calls.
+ * The others are rows of tests/bindings/testing.c. All take numbers, except copy_batch and copy_direct, which take
+ * three lists first. */
+#include "seam.h"
 #include "args.h"
 #include "errors.h"
 #include "module.h"
@@ -10,40 +10,19 @@
 
 #include <string.h>
 
-enum { SEAM_ARGS = 10 };
-enum answer { NOTHING, NUMBER, READY, STREAM_INFO, REGION };
-
-/* Arguments and results of a member. */
-struct seam_call {
-  struct kvs_device *device;
-  uint64_t a[SEAM_ARGS];
-  struct kvs_copies copies; /* points into `lists` */
-  struct kvs_py_list lists[3];
-  uint64_t number;
-  struct kvs_stream_info stream;
-  struct kvs_region region;
-};
-
-struct seam_row {
-  const char *name;
-  int needed; /* numbers */
-  enum answer answer;
-  bool copies;
-  int (*call)(struct seam_call *, struct kvs_error *);
-};
-
-/* These the package itself uses, for `kvswap bench` and engines. */
-#define PACKAGE_MEMBERS(X)                                                                                             \
-  X(pointer_query, 1, REGION, false, kvs_dev_pointer_query(c->device, c->a[0], &c->region, err))                       \
-  X(copy, 4, NOTHING, false, kvs_dev_copy(c->device, c->a[0], c->a[1], c->a[2], c->a[3], err))                         \
-  X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
-  X(copy_batch, 1, NOTHING, true, kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))         \
-  X(launch_copy, 5, NOTHING, false, launch_pieces(c, KVS_KERNEL_COPY, err))
+/* For `kvswap bench` and engines. */
+#define MEMBERS(X)                                                                                                     \
+  X(pointer_query, 1, KVS_SEAM_REGION, false, kvs_dev_pointer_query(c->device, c->a[0], &c->region, err))              \
+  X(copy, 4, KVS_SEAM_NOTHING, false, kvs_dev_copy(c->device, c->a[0], c->a[1], c->a[2], c->a[3], err))                \
+  X(fill, 4, KVS_SEAM_NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))      \
+  X(copy_batch, 1, KVS_SEAM_NOTHING, true,                                                                             \
+    kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))                                       \
+  X(launch_copy, 5, KVS_SEAM_NOTHING, false, launch_copy(c, err))
 
 /* (npieces, address of the pieces, grid, threads, stream) */
-static int launch_pieces(struct seam_call *c, enum kvs_kernel kernel, struct kvs_error *err) {
+static int launch_copy(struct kvs_seam_call *c, struct kvs_error *err) {
   struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
-  struct kvs_launch launch = {.kernel = kernel,
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
                               .grid = (unsigned)c->a[2],
                               .threads = (unsigned)c->a[3],
                               .params = &params,
@@ -51,94 +30,20 @@ static int launch_pieces(struct seam_call *c, enum kvs_kernel kernel, struct kvs
   return kvs_dev_launch(c->device, &launch, c->a[4], err);
 }
 
-#ifdef KVSWAP_NO_TEST_BINDINGS
-#define MEMBERS(X) PACKAGE_MEMBERS(X)
-#else
-#define MEMBERS(X)                                                                                                     \
-  PACKAGE_MEMBERS(X)                                                                                                   \
-  X(check, 0, NOTHING, false, kvs_dev_check(c->device, err))                                                           \
-  X(alloc, 1, NUMBER, false, kvs_dev_alloc(c->device, c->a[0], &c->number, err))                                       \
-  X(free, 1, NOTHING, false, kvs_dev_free(c->device, c->a[0], err))                                                    \
-  X(host_alloc, 1, NUMBER, false, kvs_dev_host_alloc(c->device, c->a[0], &c->number, err))                             \
-  X(host_free, 1, NOTHING, false, kvs_dev_host_free(c->device, c->a[0], err))                                          \
-  X(host_register, 2, NOTHING, false, kvs_dev_host_register(c->device, c->a[0], c->a[1], err))                         \
-  X(host_unregister, 1, NOTHING, false, kvs_dev_host_unregister(c->device, c->a[0], err))                              \
-  X(stream_create, 1, NUMBER, false, kvs_dev_stream_create(c->device, (int)(int64_t)c->a[0], &c->number, err))         \
-  X(stream_destroy, 1, NOTHING, false, kvs_dev_stream_destroy(c->device, c->a[0], err))                                \
-  X(stream_query, 1, READY, false, kvs_dev_stream_query(c->device, c->a[0], err))                                      \
-  X(stream_info, 1, STREAM_INFO, false, kvs_dev_stream_info(c->device, c->a[0], &c->stream, err))                      \
-  X(synchronize, 0, NOTHING, false, kvs_dev_synchronize(c->device, err))                                               \
-  X(event_create, 1, NUMBER, false, kvs_dev_event_create(c->device, c->a[0] != 0, &c->number, err))                    \
-  X(event_destroy, 1, NOTHING, false, kvs_dev_event_destroy(c->device, c->a[0], err))                                  \
-  X(event_record, 2, NOTHING, false, kvs_dev_event_record(c->device, c->a[0], c->a[1], err))                           \
-  X(event_query, 1, READY, false, kvs_dev_event_query(c->device, c->a[0], err))                                        \
-  X(event_elapsed, 2, NUMBER, false, kvs_dev_event_elapsed(c->device, c->a[0], c->a[1], &c->number, err))              \
-  X(stream_wait, 2, NOTHING, false, kvs_dev_stream_wait(c->device, c->a[0], c->a[1], err))                             \
-  X(copy_direct, 1, NOTHING, true, kvs_dev_copy_direct(c->device, &c->copies, c->a[0], err))                           \
-  X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
-  X(gap, 1, NOTHING, false, kvs_dev_gap(c->device, c->a[0], err))                                                      \
-  X(launch_pack, 5, NOTHING, false, launch_pieces(c, KVS_KERNEL_PACK, err))                                            \
-  X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
-  X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
-  X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
-  X(call, 2, NOTHING, false, call_count(c, err))                                                                       \
-  X(chunk_granularity, 0, NUMBER, false, kvs_dev_chunk_granularity(c->device, &c->number, err))
+MEMBERS(KVS_SEAM_FUNCTION)
+static const struct kvs_seam_row own[] = {MEMBERS(KVS_SEAM_ROW)};
 
-/* (dst, src, dst_pitch, src_pitch, dst_height, src_height, width, height, depth, stream) */
-static int copy_rect(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_rect rect = {.dst = c->a[0],
-                          .src = c->a[1],
-                          .dst_pitch = c->a[2],
-                          .src_pitch = c->a[3],
-                          .dst_height = c->a[4],
-                          .src_height = c->a[5],
-                          .width = c->a[6],
-                          .height = c->a[7],
-                          .depth = c->a[8]};
-  return kvs_dev_copy_rect(c->device, &rect, c->a[9], err);
-}
-
-/* (address of the data, its bytes, address of a word that is 0, stream) */
-static int launch_crc(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_crc_params params;
-  kvs_crc_plan(&params, c->a[1]);
-  params.data = c->a[0];
-  params.result = c->a[2];
-  struct kvs_launch launch = {.kernel = KVS_KERNEL_CRC,
-                              .grid = params.bodies + 1,
-                              .threads = KVS_CRC_THREADS,
-                              .params = &params,
-                              .params_nbytes = sizeof params};
-  return kvs_dev_launch(c->device, &launch, c->a[3], err);
-}
-
-static void count_up(void *word) { __atomic_add_fetch((uint32_t *)word, 1, __ATOMIC_RELEASE); }
-
-/* (address of a word of the host that is counted up, stream) */
-static int call_count(struct seam_call *c, struct kvs_error *err) {
-  return kvs_dev_call(c->device, count_up, (void *)(uintptr_t)c->a[0], c->a[1], err);
-}
-#endif
-
-#define X(name, needed, answer, copies, expression)                                                                    \
-  static int call_##name(struct seam_call *c, struct kvs_error *err) { return expression; }
-MEMBERS(X)
-#undef X
-
-static const struct seam_row rows[] = {
-#define X(name, needed, answer, copies, expression) {#name, needed, answer, copies, call_##name},
-    MEMBERS(X)
-#undef X
-};
-
-static const struct seam_row *find_row(PyObject *operation) {
-  for (size_t i = 0; PyUnicode_Check(operation) && i < sizeof rows / sizeof *rows; ++i)
-    if (PyUnicode_CompareWithASCIIString(operation, rows[i].name) == 0) return &rows[i];
+static const struct kvs_seam_row *find_row(PyObject *operation, const struct kvs_seam_row *more, size_t nmore) {
+  const size_t nown = sizeof own / sizeof *own;
+  for (size_t i = 0; PyUnicode_Check(operation) && i < nown + nmore; ++i) {
+    const struct kvs_seam_row *row = i < nown ? &own[i] : &more[i - nown];
+    if (PyUnicode_CompareWithASCIIString(operation, row->name) == 0) return row;
+  }
   kvs_py_complain(PyExc_ValueError, "operation", -1, "is %R: no member of the seam", operation);
   return NULL;
 }
 
-static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct seam_call *c, PyObject **block) {
+static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct kvs_seam_call *c, PyObject **block) {
   static const char *const names[3] = {"dsts", "srcs", "sizes"};
   uint64_t *words;
   for (int i = 0; i < 3; ++i) {
@@ -162,7 +67,8 @@ static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct
   return 0;
 }
 
-static int read_numbers(PyObject *const *args, Py_ssize_t nargs, const struct seam_row *row, struct seam_call *c) {
+static int read_numbers(PyObject *const *args, Py_ssize_t nargs, const struct kvs_seam_row *row,
+                        struct kvs_seam_call *c) {
   if (nargs != row->needed) {
     PyErr_Format(PyExc_TypeError, "%s takes %d numbers (%zd given)", row->name, row->needed, nargs);
     return -1;
@@ -189,39 +95,39 @@ static PyObject *region_dict(const struct kvs_region *region) {
                        PyBool_FromLong(region->writable));
 }
 
-static PyObject *answer_of(const struct seam_call *c, enum answer answer, int rc) {
+static PyObject *answer_of(const struct kvs_seam_call *c, enum kvs_seam_answer answer, int rc) {
   switch (answer) {
-  case NUMBER:
+  case KVS_SEAM_NUMBER:
     return PyLong_FromUnsignedLongLong(c->number);
-  case READY:
+  case KVS_SEAM_READY:
     return PyBool_FromLong(rc == KVS_OK);
-  case STREAM_INFO:
+  case KVS_SEAM_STREAM_INFO:
     return Py_BuildValue("(KN)", (unsigned long long)c->stream.id, PyBool_FromLong(c->stream.capturing));
-  case REGION:
+  case KVS_SEAM_REGION:
     return region_dict(&c->region);
-  case NOTHING:
+  case KVS_SEAM_NOTHING:
     break;
   }
   Py_RETURN_NONE;
 }
 
-static PyObject *make_call(struct kvs_py_state *state, const struct seam_row *row, struct seam_call *c) {
+static PyObject *make_call(struct kvs_py_state *state, const struct kvs_seam_row *row, struct kvs_seam_call *c) {
   struct kvs_error err = {0};
   int rc;
   KVS_PY_NO_GIL(rc = row->call(c, &err));
-  if (rc == KVS_OK || (rc == KVS_NOT_READY && row->answer == READY)) return answer_of(c, row->answer, rc);
+  if (rc == KVS_OK || (rc == KVS_NOT_READY && row->answer == KVS_SEAM_READY)) return answer_of(c, row->answer, rc);
   return kvs_py_raise(state, &err);
 }
 
-static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-  struct kvs_py_state *state = PyModule_GetState(module);
-  struct seam_call c = {0};
+PyObject *kvs_py_seam(struct kvs_py_state *state, PyObject *const *args, Py_ssize_t nargs,
+                      const struct kvs_seam_row *more, size_t nmore) {
+  struct kvs_seam_call c = {0};
   PyObject *block = NULL, *result = NULL;
   if (nargs < 2) {
     PyErr_SetString(PyExc_TypeError, "_seam() takes a device, the name of a member and its arguments");
     return NULL;
   }
-  const struct seam_row *row = find_row(args[1]);
+  const struct kvs_seam_row *row = find_row(args[1], more, nmore);
   if (row == NULL) return NULL;
   int lists = row->copies ? 3 : 0;
   if (nargs < 2 + lists) {
@@ -240,13 +146,15 @@ static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
   return result;
 }
 
-PyDoc_STRVAR(
-    seam_doc,
-    "_seam($module, device, operation, /, *args)\n--\n\n"
-    "Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.\n\n"
-    "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy and launch_pack (npieces, address of\n"
-    "the pieces, grid, threads, stream), launch_crc (address, bytes, address of a word, stream), copy_rect the fields "
-    "of struct kvs_rect and the stream, all others as they stand.");
+static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+  return kvs_py_seam(PyModule_GetState(module), args, nargs, NULL, 0);
+}
+
+PyDoc_STRVAR(seam_doc,
+             "_seam($module, device, operation, /, *args)\n--\n\n"
+             "Call one member of csrc/device/device.h and return what it returns.\n\n"
+             "copy_batch takes (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces, grid, "
+             "threads,\nstream), all others as they stand.");
 
 PyMethodDef kvs_py_seam_methods[] = {
     {"_seam", (PyCFunction)(void (*)(void))seam, METH_FASTCALL, seam_doc},

@@ -10,9 +10,10 @@ MADE = {"kvswap_version.h", "sources.h"}  # by a build
 
 
 def of_sources(root=ROOT):
-    """The digest of the files in csrc/: their names and contents, in one order on every machine."""
+    """The digest of the files in csrc/ and tests/bindings/: their names and contents, in one order on every machine."""
     whole = hashlib.sha256()
-    for path in sorted((root / "csrc").rglob("*"), key=lambda path: path.relative_to(root).as_posix()):
+    files = [*(root / "csrc").rglob("*"), *(root / "tests" / "bindings").rglob("*")]
+    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
         if path.suffix in (".c", ".h", ".cu", ".cuh") and path.name not in MADE:
             whole.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
             whole.update(path.read_bytes())

@@ -1,10 +1,10 @@
-"""The extension kvswap._C, for setup.py, and the kernels that it embeds.
+"""The extensions kvswap._C, with the kernels that it embeds, and kvswap._testing, for setup.py.
 
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
   KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (cuda.py lists them)
   KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
-  KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without what only kvswap.testing and the tests use
+  KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without kvswap._testing (tests/bindings)
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers, at -O1, which compiles in two thirds of the time
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
@@ -61,9 +61,9 @@ class Build(build_ext):
         compiler.require(self.compiler.compiler_so)
         compiler.compile_in_parallel(self.compiler)
         ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
-        if CUDA != "off":
+        if ext.name == "kvswap._C" and CUDA != "off":
             self.add_kernels(ext)
-        if URING != "off":
+        if ext.name == "kvswap._C" and URING != "off":
             self.add_uring(ext)
         self.depend_on_flags(ext)
         super().build_extension(ext)
@@ -98,15 +98,15 @@ class Build(build_ext):
 
     def depend_on_flags(self, ext):
         """Other flags than the last time are a reason to compile again; setuptools compares only the times of files."""
-        stamp, text = Path(self.build_temp, "flags.txt"), f"{ext.define_macros}\n{ext.extra_compile_args}\n"
+        stamp, text = Path(self.build_temp, f"{ext.name}.flags.txt"), f"{ext.define_macros}\n{ext.extra_compile_args}\n"
         if not stamp.exists() or stamp.read_text() != text:
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.write_text(text)
         ext.depends.append(str(stamp))
 
 
-def extension():
-    """All of csrc/; libkvswap is the same without csrc/py (CMakeLists.txt)."""
+def extensions():
+    """kvswap._C is all of csrc/; libkvswap is the same without csrc/py (CMakeLists.txt)."""
     flags = [
         "-std=c11",
         "-D_GNU_SOURCE",
@@ -119,17 +119,20 @@ def extension():
     ]
     flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O1" if SANITIZE else "-O3", "-g1"]
     flags += ["-Werror"] if WERROR else []
-    left_out = {"csrc/py/testing.c"} if TEST_BINDINGS == "off" else set()
     sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
-    return Extension(
-        "kvswap._C",
-        sources=sorted(set(glob("csrc/**/*.c", recursive=True)) - left_out),
-        define_macros=[("KVSWAP_NO_TEST_BINDINGS", "1")] if left_out else [],
-        depends=[__file__, "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
-        include_dirs=["csrc", numpy.get_include()],
-        extra_compile_args=flags + sanitize,
-        extra_link_args=["-pthread", "-ldl", *sanitize],
-    )
+    sources = {"kvswap._C": glob("csrc/**/*.c", recursive=True), "kvswap._testing": ["tests/bindings/testing.c"]}
+    return [
+        Extension(
+            name,
+            sources=sorted(files),
+            depends=[__file__, "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
+            include_dirs=["csrc", numpy.get_include()],
+            extra_compile_args=flags + sanitize,
+            extra_link_args=["-pthread", "-ldl", *sanitize],
+        )
+        for name, files in sources.items()
+        if name == "kvswap._C" or TEST_BINDINGS == "on"
+    ]
 
 
 def requirements():

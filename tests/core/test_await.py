@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Cache, Gate, run_python
+from conftest import PATIENCE, Cache, Gate, bindings, run_python
 
 import kvswap
 from kvswap import _C, _await, testing
@@ -235,7 +235,7 @@ def test_a_file_transfer_that_takes_its_time(tmp_path: Path) -> None:
     block = np.ones((1, 4096), np.uint8)
 
     async def main(store: FileStore) -> None:
-        store._set_fault("write", "delay", 1, 0, 0, 0.1)
+        bindings.file_set_fault(store, "write", "delay", 1, 0, 0, 0.1)
         transfer = store.store([b"a"], list(block))
         await transfer
         assert transfer.state == "done" and transfer.elapsed > 0.05

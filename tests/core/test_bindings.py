@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from conftest import Gate
+from conftest import Gate, bindings
 
 import kvswap
 from kvswap import _C
@@ -657,8 +657,8 @@ def test_nothing_leaks(device: kvswap.Device, stream: kvswap.Stream) -> None:
         refuse(event.record, None)
         _C._pattern(device, True, np.array([memory_of.ctypes.data]), np.array([8]), keys, stream).result(LIMIT)
         refuse(_C._pattern, device, True, np.array([1, 2]), np.array([8]), keys, stream)
-        refuse(_C._seam, device, "copy_batch", [1], [1, 2], [3], stream.handle)
-        _C._seam(device, "pointer_query", memory_of.ctypes.data)
+        refuse(bindings.seam, device, "copy_batch", [1], [1, 2], [3], stream.handle)
+        bindings.seam(device, "pointer_query", memory_of.ctypes.data)
         device.info, device.stats()
         kvswap.devices()
 
@@ -738,11 +738,11 @@ def test_ctrl_c_ends_a_wait(what: str) -> None:
         else "kvswap.swap_cache_per_layer(a, b, 1, 9, 9, [2], [2], 0, stream=stream, device=device)"
     )
     program = f"""
-        import kvswap, numpy as np, signal, sys
+        import kvswap._testing, numpy as np, signal, sys
         signal.alarm(60)  # ends it if it takes no Ctrl-C
         device = kvswap.Device("host:0")
         stream, word = kvswap.Stream(device), device.alloc(4, host=True)
-        kvswap._C._seam(device, "wait32", word.ptr, 1, stream.handle)
+        kvswap._testing.seam(device, "wait32", word.ptr, 1, stream.handle)
         a, b = np.ones(9, np.uint8), np.zeros(9, np.uint8)
         transfer = kvswap.swap_cache_per_layer_async(a, b, 1, 9, 9, [1], [1], 0, stream=stream, device=device)
         print("ready", flush=True)
@@ -874,7 +874,7 @@ def test_what_a_transfer_starts_after(device: kvswap.Device, busy: kvswap.Stream
 
 
 def test_wrong_streams(device: kvswap.Device) -> None:
-    other = _C._deterministic_device(5)
+    other = bindings.deterministic_device(5)
     with pytest.raises(ValueError, match="stream is of host:seed-5, not of "):
         swap(cache(), cache(), stream=kvswap.Stream(other))
     with pytest.raises(ValueError, match="after is of"):
@@ -903,7 +903,7 @@ def test_elapsed_time(device: kvswap.Device, stream: kvswap.Stream) -> None:
     with pytest.raises(TypeError, match="other must be an Event"):
         first.elapsed_time(1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="other is of"):
-        first.elapsed_time(kvswap.Event(_C._deterministic_device(3)))
+        first.elapsed_time(kvswap.Event(bindings.deterministic_device(3)))
 
 
 def test_the_compute_stream(device: kvswap.Device, busy: kvswap.Stream, gate: Gate) -> None:
@@ -1031,7 +1031,7 @@ def test_stats(device: kvswap.Device) -> None:
 
 def test_a_refused_copy_is_a_failed_block() -> None:
     device = kvswap.Device("host:2")
-    _C._set_fault(device, "copy", "fail", nth=2, code=7)
+    bindings.set_fault(device, "copy", "fail", nth=2, code=7)
     try:
         transfer = swap(cache(), cache(), [1, 5, 9], [1, 5, 9], device=device, path="dma")
         with pytest.raises(kvswap.DeviceError) as caught:
@@ -1042,16 +1042,16 @@ def test_a_refused_copy_is_a_failed_block() -> None:
         assert transfer.failed_positions.tolist() == [1]
         assert "failed" in repr(transfer)
         with pytest.raises(kvswap.DeviceError):
-            _C._set_fault(device, "copy", "fail", code=7)
+            bindings.set_fault(device, "copy", "fail", code=7)
             args = (cache(), cache(), NBYTES, BLOCKS, BLOCKS, [1], [1], 1)
             kvswap.swap_cache_per_layer(*args, device=device, path="dma")
     finally:
-        _C._set_fault(device, "copy", "none")
+        bindings.set_fault(device, "copy", "none")
 
 
 def test_a_full_lane_is_said() -> None:
     device = kvswap.Device("host:3")
-    _C._set_lane_depth(device, 2)
+    bindings.set_lane_depth(device, 2)
     stream = kvswap.Stream(device)
     held = Torchlike(cache())
     with Gate(device) as gate:
@@ -1067,8 +1067,8 @@ def test_a_full_lane_is_said() -> None:
 
 
 def test_a_lost_device_is_said() -> None:
-    device = _C._deterministic_device(11)
-    _C._set_fault(device, "call", "lose", code=700)
+    device = bindings.deterministic_device(11)
+    bindings.set_fault(device, "call", "lose", code=700)
     with pytest.raises(kvswap.DeviceError) as caught:
         swap(cache(), cache(), device=device).wait(LIMIT)
     assert caught.value.code == 700
@@ -1080,7 +1080,7 @@ def test_errors_are_named_and_have_their_attributes() -> None:
     assert issubclass(kvswap.QueueFull, kvswap.Error) and issubclass(kvswap.DeviceError, kvswap.Error)
     assert (kvswap.DeviceError().code, kvswap.DeviceError().operation) == (0, None)
     with pytest.raises(kvswap.DeviceError) as caught:
-        _C._seam(kvswap.Device("host:0"), "event_destroy", 987654321)
+        bindings.seam(kvswap.Device("host:0"), "event_destroy", 987654321)
     assert caught.value.code == 400 and isinstance(caught.value.operation, str)
 
 
@@ -1089,7 +1089,7 @@ def test_errors_are_named_and_have_their_attributes() -> None:
 
 def test_the_seam(device: kvswap.Device) -> None:
     def seam(operation: str, *args: Any) -> Any:
-        return _C._seam(device, operation, *args)
+        return bindings.seam(device, operation, *args)
 
     ptr, host = seam("alloc", 4096), seam("host_alloc", 4096)
     stream = seam("stream_create", -5)
@@ -1129,7 +1129,7 @@ def test_patterns(device: kvswap.Device, stream: kvswap.Stream) -> None:
     ptrs = np.array([row.ctypes.data for row in memory], np.uint64)
     lists = ptrs, np.array([100, 77]), np.array([3, 2**64 - 1], np.uint64)
     assert _C._pattern(device, False, *lists, stream).result(LIMIT) == (0, None, None)
-    words = b"".join(_C._pattern_word(3, i).to_bytes(8, "little") for i in range(13))
+    words = b"".join(bindings.pattern_word(3, i).to_bytes(8, "little") for i in range(13))
     assert memory[0].tobytes() == words[:100]
     assert not memory[1][77:].any()
     job = _C._pattern(device, True, *lists, stream)
@@ -1143,27 +1143,27 @@ def test_patterns(device: kvswap.Device, stream: kvswap.Stream) -> None:
 
 def test_deterministic_devices() -> None:
     def run(seed: int) -> int:
-        device = _C._deterministic_device(seed)
+        device = bindings.deterministic_device(seed)
         gpu, cpu = cache(), cache(2)
         transfers = [swap(gpu, cpu, [i], [i], device=device, path="dma") for i in range(8)]
-        while _C._host_step(device, 1):
+        while bindings.host_step(device, 1):
             pass
         assert all(t.done() for t in transfers) and (gpu[:8] == cpu[:8]).all()
-        return _C._host_trace(device)
+        return bindings.host_trace(device)
 
     assert isinstance(run(5), int)
     with pytest.raises(ValueError, match="not deterministic"):
-        _C._host_step(kvswap.Device("host:0"), 1)
+        bindings.host_step(kvswap.Device("host:0"), 1)
     with pytest.raises(ValueError, match="seed must not be 0"):
-        _C._deterministic_device(0)
+        bindings.deterministic_device(0)
 
 
 def test_a_capturing_stream_is_refused(device: kvswap.Device) -> None:
     stream = kvswap.Stream(device)
-    _C._host_capture(device, stream, True)
+    bindings.host_capture(device, stream, True)
     with pytest.raises(kvswap.Error, match="captur"):
         swap(cache(), cache(), stream=stream)
-    _C._host_capture(device, stream, False)
+    bindings.host_capture(device, stream, False)
     swap(cache(), cache(), stream=stream).wait(LIMIT)
 
 

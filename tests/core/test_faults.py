@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Cache, Gate, check_pattern, usable, write_pattern
+from conftest import PATIENCE, Cache, Gate, bindings, check_pattern, usable, write_pattern
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import testing
 
 OPERATIONS = (
     "stream_info",
@@ -272,7 +272,7 @@ def test_wrong_faults(device: kvswap.Device) -> None:
     ):
         arguments: dict[str, Any] = {"kind": "call", "action": "fail", "nth": 1, "operation": "", **wrong}
         with pytest.raises(ValueError, match=message):
-            _C._set_fault(device, arguments.pop("kind"), arguments.pop("action"), **arguments)
+            bindings.set_fault(device, arguments.pop("kind"), arguments.pop("action"), **arguments)
     assert testing.parse_kind("copy") == "copy" and testing.parse_kind("row") is None
     assert testing.parse_action("lose") == "lose" and testing.parse_action("explode") is None
 

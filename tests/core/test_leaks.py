@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, SANITIZED, Cache
+from conftest import PATIENCE, SANITIZED, Cache, bindings
 from test_bindings import Dlpack, Interface, Torchlike
 
 import kvswap
@@ -449,7 +449,7 @@ def capture(t: Tools) -> None:
 def fault(t: Tools) -> None:
     with testing.fault(t.device, "call", "fail", operation="copy"):
         t.finish(t.cache.swap, [1], [2])
-    t.wrong(lambda: _C._set_fault(t.device, "call", "x"))
+    t.wrong(lambda: bindings.set_fault(t.device, "call", "x"))
 
 
 # -- what the packages use beyond the public names --------------------------------------------------------------------

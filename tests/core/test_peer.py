@@ -18,6 +18,7 @@ from conftest import (
     PATIENCE,
     Buffer,
     Gate,
+    bindings,
     check_pattern,
     random_bytes,
     second_device,
@@ -28,7 +29,7 @@ from conftest import (
 from processes import Process
 
 import kvswap
-from kvswap import _C, memory, testing
+from kvswap import memory, testing
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 BLOCKS, NBYTES = 64, 4096
@@ -215,7 +216,7 @@ def test_a_kernel_beyond_its_reach_loses_the_device() -> None:
     pieces = np.array([theirs.ptr, mine.ptr, 64], np.uint64)
     with testing.peer_access(device, other, False):
         stream = kvswap.Stream(device)
-        _C._seam(device, "launch_copy", 1, int(pieces.ctypes.data), 1, 32, stream.handle)
+        bindings.seam(device, "launch_copy", 1, int(pieces.ctypes.data), 1, 32, stream.handle)
         with pytest.raises(kvswap.DeviceError):
             stream.synchronize(PATIENCE)
     assert device.lost and not other.lost
@@ -235,7 +236,7 @@ def test_it_starts_after_an_event_of_the_other_device(
     np.frombuffer(host, np.uint8)[:] = new
     with Gate(other) as gate:
         gate.hold(stream)
-        _C._seam(other, "copy", there.ptr, host.ptr, NBYTES, stream.handle)
+        bindings.seam(other, "copy", there.ptr, host.ptr, NBYTES, stream.handle)
         event.record(stream)
         transfer = kvswap.swap_cache_per_layer_async(
             here.memory, there.memory, NBYTES, BLOCKS, BLOCKS, [3], [0], 1, device=device, after=event

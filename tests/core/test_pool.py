@@ -20,7 +20,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, WITHOUT_BINDINGS, Buffer, Bytes, Gate, names_of_threads, run_python, until, usable
+from conftest import (
+    PATIENCE,
+    Buffer,
+    Bytes,
+    Gate,
+    bindings,
+    names_of_threads,
+    need_bindings,
+    run_python,
+    until,
+    usable,
+)
 
 import kvswap
 from kvswap import _C, _races, memory, testing
@@ -427,8 +438,7 @@ def test_memory_is_not_freed_while_a_transfer_is_being_submitted() -> None:
 
 def test_a_device_that_is_opened_while_memory_is_about_to_go() -> None:
     """Its pool there ends too. The free waits for another device's lock, whose submission waits for its driver."""
-    if not hasattr(_C, "_set_fault"):
-        pytest.skip(WITHOUT_BINDINGS)
+    need_bindings()
     script = """
         import threading, time, kvswap
         from kvswap import testing
@@ -744,7 +754,7 @@ def test_a_wait_that_is_left_out_is_missed(device: kvswap.Device, hazard: str) -
     """The fault that other tests build on."""
     gpu, cpu, more = Tier(device, "gpu"), Tier(device, "cpu"), Tier(device, "cpu", name="more")
     stream = kvswap.Stream(device)
-    _C._set_fault(device, "hazard", "skip", operation=hazard)
+    bindings.set_fault(device, "hazard", "skip", operation=hazard)
     try:
         with Gate(device) as gate:
             gate.hold(stream)
@@ -755,18 +765,18 @@ def test_a_wait_that_is_left_out_is_missed(device: kvswap.Device, hazard: str) -
             gate.open()
             held.wait(PATIENCE)
     finally:
-        _C._set_fault(device, "hazard", "none")
+        bindings.set_fault(device, "hazard", "none")
 
 
 def test_faults_of_hazards(device: kvswap.Device) -> None:
     with pytest.raises(ValueError, match="action is 'fail': must be one of 'none', 'skip'"):
-        _C._set_fault(device, "hazard", "fail", operation="raw")
+        bindings.set_fault(device, "hazard", "fail", operation="raw")
     with pytest.raises(ValueError, match="operation is needed: 'raw', 'war' or 'waw'"):
-        _C._set_fault(device, "hazard", "skip")
+        bindings.set_fault(device, "hazard", "skip")
     with pytest.raises(ValueError, match="operation is 'rar': must be one of 'raw', 'war', 'waw'"):
-        _C._set_fault(device, "hazard", "skip", operation="rar")
+        bindings.set_fault(device, "hazard", "skip", operation="rar")
     with pytest.raises(ValueError, match="kind is 'x': must be one of 'call', 'copy', 'code', 'hazard'"):
-        _C._set_fault(device, "x", "none")
+        bindings.set_fault(device, "x", "none")
 
 
 def test_numbers_of_transfers(pair: tuple[Tier, Tier]) -> None:
@@ -1168,15 +1178,15 @@ def test_what_a_race_says(device: kvswap.Device) -> None:
     """A write that somebody tells of and a transfer that nothing orders with it, each with who called."""
     src, dst = Tier(device, "gpu", name="primary"), Tier(device, "cpu")
     stream, called = kvswap.Stream(device), []
-    before = _C._set_race_hook(lambda: called.append(_C._racecheck_found()))
+    before = _C._set_race_hook(lambda: called.append(bindings.racecheck_found()))
     _C._racecheck_start()
     try:
         _C._racecheck_take()
-        found = _C._racecheck_found()
+        found = bindings.racecheck_found()
         line = step(stream, src)
         assert called == []
         transfer = move(src, dst, [5, 6], [0, 1])
-        assert _C._racecheck_found() == found + 1
+        assert bindings.racecheck_found() == found + 1
         assert called == [found + 1]
         transfer.wait(PATIENCE)
         assert called == [found + 1]
@@ -1284,7 +1294,7 @@ def test_races_reach_the_log(device_name: str) -> None:
 
 def test_no_caller_is_named_without_the_checker(pair: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     """The hot path asks for no frames."""
-    assert _C._racecheck_found() >= 0
+    assert bindings.racecheck_found() >= 0
     before = _C._set_race_hook(lambda: pytest.fail("called with no checker"))
     try:
         move(*pair, [0], [0]).wait(PATIENCE)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, run_python
+from conftest import PATIENCE, Buffer, Gate, bindings, run_python
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import testing
 from kvswap.testing import Race, RaceFound, RaceParty
 from kvswap.trtllm import Block, KVCacheBlockPool, KVCacheTransferManager
 
@@ -378,9 +378,9 @@ def race(engine: Engine, block: int = 1) -> None:
 
 
 def test_off_nothing_is_found(engine: Engine) -> None:
-    found = _C._racecheck_found()
+    found = bindings.racecheck_found()
     race(engine)
-    assert _C._racecheck_found() == found
+    assert bindings.racecheck_found() == found
     with testing.race_checker() as checker:
         pass
     assert checker.races == []

@@ -550,7 +550,7 @@ import threading
 import time
 import kvswap
 from conftest import Cache, Gate
-from kvswap import _C, testing
+from kvswap import _testing, testing
 
 device = kvswap.Device({name!r})
 cache, gate, stream = Cache(device, 8, 64), Gate(device), kvswap.Stream(device)
@@ -572,7 +572,7 @@ threads = [threading.Thread(target=wait, args=[transfer]) for transfer in transf
 for thread in threads:
     thread.start()
 started.wait()
-_C._set_fault(device, "call", "lose", code=719)
+_testing.set_fault(device, "call", "lose", code=719)
 try:
     device.stats(), kvswap.Stream(device), kvswap.Stream(device)
 except kvswap.DeviceError as error:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATHS, PATIENCE, Buffer, Cache
+from conftest import PATHS, PATIENCE, Buffer, Cache, bindings
 
 import kvswap
-from kvswap import _C, memory
+from kvswap import memory
 
 BLOCKS, NBYTES = 8, 64
 
@@ -475,7 +475,7 @@ def test_an_entry_larger_than_its_array(cache: Cache) -> None:
 
 
 def test_things_of_another_device(cache: Cache) -> None:
-    other, alone = kvswap.Device("host:3"), _C._deterministic_device(3)
+    other, alone = kvswap.Device("host:3"), bindings.deterministic_device(3)
     stream, event = kvswap.Stream(other), kvswap.Event(other)
     refused(cache, ValueError, "stream.*host:3.*" + cache.device.name, per_layer(cache, stream=stream))
     refused(cache, ValueError, "after.*host:seed-3", per_layer(cache, after=kvswap.Event(alone)))
@@ -503,12 +503,12 @@ def test_memory_of_another_host_device(cache: Cache) -> None:
 def test_an_unfinished_transfer_of_another_host_device(cache: Cache) -> None:
     if cache.device.kind != "host":
         pytest.skip("GPUs wait for each other's events")
-    other = _C._deterministic_device(3)
+    other = bindings.deterministic_device(3)
     blocked = Cache(other, 2, 64)
     stream = kvswap.Stream(other)
     flag = other.alloc(4, host=True)
     np.frombuffer(flag, np.uint32)[:] = 0
-    _C._seam(other, "wait32", flag.ptr, 1, stream.handle)
+    bindings.seam(other, "wait32", flag.ptr, 1, stream.handle)
     transfer = blocked.swap([0], [1], stream=stream)
     refused(cache, ValueError, r"after\[0\] is a transfer of host:seed-3.*wait", per_layer(cache, after=transfer))
     np.frombuffer(flag, np.uint32)[:] = 1
@@ -589,8 +589,8 @@ def test_host_memory_where_gpu_memory_belongs(cache: Cache) -> None:
         (lambda d: kvswap.Device("host:99999"), ValueError, "host:99999"),
         (lambda d: kvswap.Device(""), ValueError, "device ''"),
         (lambda d: kvswap.Device("cuda:4000"), kvswap.Error, "."),
-        (lambda d: _C._set_lane_depth(d, 0), ValueError, "depth"),
-        (lambda d: _C._set_lane_depth(d, 65537), ValueError, "depth"),
+        (lambda d: bindings.set_lane_depth(d, 0), ValueError, "depth"),
+        (lambda d: bindings.set_lane_depth(d, 65537), ValueError, "depth"),
         (lambda d: d.set_slots(1), ValueError, "3 slots of 1 bytes: 2 to 8 of a multiple of 128 KiB"),
         (lambda d: d.set_slots(None), TypeError, "slot_nbytes.*None"),
     ],

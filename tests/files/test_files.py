@@ -20,7 +20,7 @@ from typing import Any
 import file_reader
 import numpy as np
 import pytest
-from conftest import PATIENCE, comes_down, random_bytes, run_python, until
+from conftest import PATIENCE, bindings, comes_down, random_bytes, run_python, until
 
 import kvswap
 from kvswap import testing
@@ -1505,7 +1505,7 @@ def test_dropping_a_store_does_not_wait_for_its_checkpoint(tmp_path: Path, durab
     options: dict[str, Any] = {"capacity": 1 << 22, "durability": durability}
     store = FileStore(tmp_path, Layout(5000), **options)
     store.store([b"k"], blocks_of(1, 1, 5000), [0]).wait(PATIENCE)
-    store._set_fault("write", "delay", 1, 1, 0, 1.0)
+    bindings.file_set_fault(store, "write", "delay", 1, 1, 0, 1.0)
     begin = time.monotonic()
     del store
     dropped = time.monotonic() - begin

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import test_files_device as plain
 import test_files_starve as starve
-from conftest import PATIENCE, ROOT, Buffer, random_bytes, run_python, seam, until
+from conftest import PATIENCE, ROOT, Buffer, bindings, random_bytes, run_python, seam, until
 from test_files_device import BLOCKS, Rig, keys_of
 from test_transfer_manager import FP4, HALF
 from test_transfer_manager import Rig as ManagerRig
@@ -81,11 +81,11 @@ def fake(fake_path: Path, device_name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """What was opened and registered in a test has been given back at its end."""
     if not device_name.startswith("host:"):
         pytest.skip("the machine's own libcufile is tested here, which is opened once a process")
-    assert _C._file_gds_close()
+    assert bindings.file_gds_close()
     fake = Fake(fake_path)
     monkeypatch.setenv("KVSWAP_CUFILE", str(fake_path))
     yield fake
-    assert _C._file_gds_close()
+    assert bindings.file_gds_close()
     assert (fake.handles, fake.buffers, fake.complaints, fake.opens) == (0, 0, 0, fake.closes)
 
 
@@ -94,8 +94,8 @@ def host() -> Iterator[kvswap.Device]:
     """The fake needs plain memory, whatever device the tests run on."""
     device = kvswap.Device("host:0")
     yield device
-    _C._set_fault(device, "call", "none")
-    _C._set_fault(device, "copy", "none")
+    bindings.set_fault(device, "call", "none")
+    bindings.set_fault(device, "copy", "none")
     device.synchronize(PATIENCE)
 
 
@@ -656,7 +656,7 @@ def test_a_child_that_is_forked_while_the_library_opens(fake_path: Path, device_
         f"""
         import ctypes, os, signal, threading
         import kvswap
-        from kvswap import _C
+        from kvswap import _C, _testing
         from kvswap.files import FileStore, Layout
         fake = ctypes.CDLL({str(fake_path)!r})
         fake.fake_reset()
@@ -673,7 +673,7 @@ def test_a_child_that_is_forked_while_the_library_opens(fake_path: Path, device_
         if child == 0:
             signal.alarm(20)
             waits.value = 0
-            _C._file_gds_close()
+            _testing.file_gds_close()
             _C._shutdown(1.0)
             os._exit(0)
         opening.value = waits.value = 0

@@ -113,11 +113,12 @@ def test_ctrl_c_over_a_disk_that_hangs(tmp_path: Path, what: str) -> None:
 DROPS = """
 import os, time
 import numpy as np
+from kvswap import _testing
 from kvswap.files import FileStore, Layout
 
 folder, device = os.environ["FOLDER"], os.environ["DEVICE"] or None
 store = FileStore(folder, Layout(5000), capacity=64 << 20, engine="threads", device=device, staging_nbytes=1 << 20)
-store._set_fault("write", "delay", 1, 1, 0, float(os.environ["HANGS"]))  # holds no handle, as file_fault() does
+_testing.file_set_fault(store, "write", "delay", 1, 1, 0, float(os.environ["HANGS"]))
 transfer = store.store([b"key"], np.ones((1, 5000), np.uint8), [0])
 begun = time.monotonic()
 if os.environ["LAST"] == "transfer":

@@ -23,10 +23,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Buffer, Gate, comes_down, random_bytes, seam, until
+from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Buffer, Gate, bindings, comes_down, random_bytes, seam, until
 
 import kvswap
-from kvswap import _C, memory, testing
+from kvswap import memory, testing
 from kvswap.memory import HostPool
 from kvswap.replay.progress import Progress
 
@@ -645,7 +645,7 @@ def test_growing_into_no_memory(device: kvswap.Device) -> None:
         while pool.state != "populating" and time.monotonic() < end:
             time.sleep(0.001)
         pool.cancel()
-        _C._set_fault(device, "call", "none")
+        bindings.set_fault(device, "call", "none")
 
     thread = threading.Thread(target=cancel)
     with HostPool(4, MIB, device=device, max_blocks=256, chunk_nbytes=MIB) as pool:

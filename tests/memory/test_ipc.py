@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, SANITIZED, Buffer, Gate, comes_down, random_bytes, run_python
+from conftest import AT_ONCE, PATIENCE, SANITIZED, Buffer, Gate, bindings, comes_down, random_bytes, run_python
 from processes import Failed, Process, no_more_files
 from test_leaks import leaks
 
 import kvswap
-from kvswap import _C, memory, testing
+from kvswap import memory, testing
 
 MIB = 1 << 20
 
@@ -470,7 +470,7 @@ def close_behind_work(device: kvswap.Device, data: bytes) -> None:
     mapped, stream = memory.open(data, device=device), kvswap.Stream(device)
     with Gate(device) as gate:
         gate.hold(stream)
-        _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
+        bindings.seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
         with pytest.raises(TimeoutError):
             mapped.close(timeout=0.1)
         gate.open()
@@ -490,7 +490,7 @@ def test_closing_again_waits_for_what_came_meanwhile(device: kvswap.Device, owne
     for gate, opener in zip(gates, openers, strict=True):
         with gate:
             gate.hold(stream)
-            _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
+            bindings.seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
             opener.start()
             with pytest.raises(TimeoutError):
                 mapped.close(timeout=0.1)
@@ -521,7 +521,7 @@ def test_a_dropped_mapping_goes_when_it_can(device: kvswap.Device, owner: Proces
 def is_mapped(device: kvswap.Device, ptr: int) -> bool:
     """As the device sees it."""
     try:
-        _C._seam(device, "pointer_query", ptr)
+        bindings.seam(device, "pointer_query", ptr)
     except ValueError:
         return False
     return True
@@ -759,7 +759,7 @@ def test_a_stream_waits_for_another_process(device: kvswap.Device, other: Proces
     for round in range(1, 4):
         with Gate(device) as gate:
             gate.hold(stream)
-            _C._seam(device, "fill", buffer.ptr, round, 1024, stream.handle)
+            bindings.seam(device, "fill", buffer.ptr, round, 1024, stream.handle)
             event.record(stream)
             other.do("event.wait(stream)")
             other.do("copied = kvswap.swap_blocks_batch([mapped], [host], 4096, stream=stream, device=device)")
@@ -924,7 +924,7 @@ def test_events_leak_nothing(device: kvswap.Device, owner: Process) -> None:
 @pytest.fixture
 def chunked(device: kvswap.Device) -> Buffer:
     """Several chunks, the last of them shorter."""
-    granule = _C._seam(device, "chunk_granularity")
+    granule = bindings.seam(device, "chunk_granularity")
     buffer = Buffer(device, 4096)
     nbytes = 35 * granule - 100
     buffer.memory = device.alloc(nbytes, chunks=True)
@@ -940,7 +940,7 @@ def chunk_count(export: memory.Export) -> int:
 
 def test_chunks_open_at_the_right_bytes(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
     data = chunked.randomise(11)
-    granule = _C._seam(device, "chunk_granularity")
+    granule = bindings.seam(device, "chunk_granularity")
     chunk = 16 * granule
     for offset, nbytes, chunks in [
         (0, chunked.nbytes, 3),
@@ -1106,7 +1106,7 @@ HOST_SERVERS = {
 def test_servers_that_misbehave(device: kvswap.Device, other: Process, tmp_path: Path) -> None:
     """The client says what was wrong, and keeps nothing of it. Which files are chunks is a GPU's driver's to say."""
     other.do(SERVER)
-    other.do("n = 2 * _C._seam(device, 'chunk_granularity'); shared = device.alloc(n, chunks=True)")
+    other.do("n = 2 * testing._binding('seam')(device, 'chunk_granularity'); shared = device.alloc(n, chunks=True)")
     other.do("export = memory.export(shared)")
     real, path = bytes.fromhex(other.do("export.to_bytes().hex()")), str(tmp_path / "s")
     memory.open(real, device=device).close()
@@ -1279,7 +1279,7 @@ def test_freeing_chunks_waits_for_work(device: kvswap.Device) -> None:
     own, stream = device.alloc(3 << 20, chunks=True), kvswap.Stream(device)
     with Gate(device) as gate:
         gate.hold(stream)
-        _C._seam(device, "fill", own.ptr, 3, 10, stream.handle)
+        bindings.seam(device, "fill", own.ptr, 3, 10, stream.handle)
         thread = threading.Thread(target=own.free)
         thread.start()
         thread.join(0.1)
@@ -1291,7 +1291,7 @@ def test_freeing_chunks_waits_for_work(device: kvswap.Device) -> None:
 
 @pytest.mark.parametrize("member", ["range_reserve", "chunk_map", "chunk_granularity"])
 def test_chunks_that_are_not_to_be_had(device: kvswap.Device, member: str) -> None:
-    files, nbytes = count_of("/proc/self/fd"), 40 * _C._seam(device, "chunk_granularity")
+    files, nbytes = count_of("/proc/self/fd"), 40 * bindings.seam(device, "chunk_granularity")
     fault = testing.fault(device, "call", "fail", operation=member, nth=2 if member == "chunk_map" else 1)
     with fault, pytest.raises(kvswap.DeviceError):
         device.alloc(nbytes, chunks=True)

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, ROOT
+from conftest import PATIENCE, ROOT, bindings
 from differential import public
 from differential.frame import CELL, OPERATIONS, Area, Difference, Totals, World, bits, in_runs
 from differential.program import Failed, describe, run
 from differential.soak import Samples
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import testing
 
 pytestmark = pytest.mark.slow
 
@@ -128,14 +128,14 @@ def test_a_skipped_copy_or_a_wrong_code_is_found(
 
     def faulty(self: World, *args: Any, **options: Any) -> None:
         whole(self, *args, **options)
-        _C._set_fault(self.device, kind, action, nth=40, every=40)
+        bindings.set_fault(self.device, kind, action, nth=40, every=40)
         self.fault = lambda: None
 
     monkeypatch.setattr(World, "__init__", faulty)
     try:
         fails(own)
     finally:
-        _C._set_fault(own, kind, "none")
+        bindings.set_fault(own, kind, "none")
 
 
 @pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
@@ -145,13 +145,13 @@ def test_a_missing_wait_between_pools_is_found(own: kvswap.Device, kind: str, mo
 
     def without(self: World, *args: Any, **options: Any) -> None:
         whole(self, *args, **options)
-        _C._set_fault(self.device, "hazard", "skip", operation=kind)
+        bindings.set_fault(self.device, "hazard", "skip", operation=kind)
 
     monkeypatch.setattr(World, "__init__", without)
     try:
         fails(own)
     finally:
-        _C._set_fault(own, "hazard", "none")
+        bindings.set_fault(own, "hazard", "none")
 
 
 def test_order_that_the_program_leaves_out_is_found(own: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, bindings
 
 import kvswap
-from kvswap import _C, Direction, cli, testing
+from kvswap import Direction, cli, testing
 from kvswap.bench import beside, loads, measure, step, table
 from kvswap.bench.methods import METHODS, NotMeasured, Pieces
 from kvswap.bench.shapes import FAMILIES, LAYOUTS, SPREAD, Place, Shape
@@ -78,7 +78,7 @@ def test_tensors_at_equal_pitch_only_in_a_slab(lab: measure.Lab) -> None:
     """Within one allocation; those that lie apart are allocations of their own."""
 
     def allocations(place: Place) -> int:
-        return len({_C._seam(lab.device, "pointer_query", int(ptr))["base"] for ptr in place.gpu_ptrs})
+        return len({bindings.seam(lab.device, "pointer_query", int(ptr))["base"] for ptr in place.gpu_ptrs})
 
     assert allocations(*lab.places((SHAPES[0],))) == 3
     assert allocations(*lab.places((SHAPES[1],))) == 1

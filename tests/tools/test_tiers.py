@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import bindings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -286,7 +287,7 @@ def test_pattern_bytes(key: int, nbytes: int) -> None:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000))
 def test_pattern_words_are_those_of_the_extension(key: int, index: int) -> None:
-    word = pytest.importorskip("kvswap._C")._pattern_word(key, index)
+    word = bindings.pattern_word(key, index)
     assert word == splitmix64(key, index)
 
 
