@@ -524,7 +524,7 @@ struct kvs_share_job *kvs_receive_find(const struct kvs_share *share, uint64_t k
 
 int kvs_receive_pass(struct kvs_share *share, struct kvs_share_job *job, uint32_t piece, uint64_t to, kvs_stream stream,
                      struct kvs_transfer **transfer, struct kvs_error *err) {
-  struct piece_lists lists;
+  struct piece_lists lists = {0};
   int status = make_lists(share, 1, &lists, err);
   if (status) return status;
   list_piece(share, job, piece, (int64_t)(to / share->piece_blocks), &lists);
@@ -893,7 +893,7 @@ int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, con
                       const struct kvs_ids *gpu, const struct kvs_share_name *named, struct kvs_share_job **made,
                       struct kvs_error *err) {
   struct kvs_pool_layout layout;
-  struct kvs_share_job *job;
+  struct kvs_share_job *job = NULL;
   struct kvs_error ignored;
   kvs_pool_get_layout(share->gpu_pools[0], &layout);
   int status = job_new(share, direction, host, gpu, &job, err);
