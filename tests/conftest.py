@@ -209,6 +209,8 @@ WITHOUT_BINDINGS = "needs the test bindings, which wheels are built without"
 
 class _Missing:
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for these when it collects
+            raise AttributeError(name)
         need_bindings()
 
 
