@@ -331,6 +331,20 @@ def prefix(made_once: MakeOnce) -> Path:
 
 
 @pytest.fixture(scope="session")
+def fake_driver(made_once: MakeOnce) -> Path:
+    """The folder of a libcuda.so.1 without a GPU."""
+    from builds import CC, need, succeed
+
+    need(CC[0])
+    source = str(ROOT / "tests" / "stand_ins" / "fake_cuda.c")
+
+    def make(folder: Path) -> None:
+        succeed([*CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), source])
+
+    return made_once("driver", make)
+
+
+@pytest.fixture(scope="session")
 def core(made_once: MakeOnce) -> Callable[[str], Path]:
     """core(kind): the folder of libcore.a, and of the object files in it, under these sanitizers."""
     from builds import compile_core

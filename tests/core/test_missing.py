@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import run_python
 
 from kvswap import _C, _devices
 
@@ -26,16 +25,6 @@ pytestmark = pytest.mark.not_sanitized("processes with a made-up driver")
 CC = (os.environ.get("CC") or "cc").split()
 Run = Callable[..., subprocess.CompletedProcess[str]]
 BUILT = bool(_C._fatbin()["archs"])
-
-
-@pytest.fixture(scope="module")
-def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which(CC[0]) is None:
-        pytest.skip(f"no C compiler ({CC})")
-    folder = tmp_path_factory.mktemp("driver")
-    source = ROOT / "tests" / "stand_ins" / "fake_cuda.c"
-    subprocess.run([*CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
-    return folder
 
 
 @pytest.fixture

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,16 +50,6 @@ SCRIPT = """
     devices = [row["device"] for row in metrics.snapshot()["devices"]]
     print(json.dumps({**report.to_dict(), "devices": devices}))
 """
-
-
-@pytest.fixture(scope="module")
-def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which(CC[0]) is None:
-        pytest.skip(f"no C compiler ({CC})")
-    folder = tmp_path_factory.mktemp("driver")
-    source = ROOT / "tests" / "stand_ins" / "fake_cuda.c"
-    subprocess.run([*CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
-    return folder
 
 
 class Machine:
