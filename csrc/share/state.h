@@ -12,10 +12,11 @@
  *
  * States of a receive slot, all moved by the member's thread under lock:
  *
- *   FREE --to the GPU: TAKE is sent------------------------> ASKED --DONE--> ARRIVED --a copy is queued--> EMPTYING -->
- * FREE FREE --to the host: a copy is queued--> FILLING --TAKE--> ASKED --DONE--> FREE ASKED --the limit passed: DROP is
- * sent, the piece goes over the own link--> LATE --DONE--> FREE any --the link ended, without a BYE--> as LATE, until
- * the process has ended
+ *   FREE -> ASKED -> ARRIVED -> EMPTYING -> FREE   to the GPU: TAKE is sent; DONE; a copy is queued; it has ended
+ *   FREE -> FILLING -> ASKED -> FREE               to the host: a copy is queued; it has ended, TAKE is sent; DONE
+ *   ASKED -> LATE -> FREE                          the limit passed: DROP is sent, the own link takes the piece; DONE
+ *
+ * Where the link ends without a BYE, a slot that is ASKED becomes LATE until the process has ended.
  *
  * A slot is ASKED or LATE exactly while another process may access it. Its generation rises with each TAKE: a DONE of
  * another generation is dropped.
