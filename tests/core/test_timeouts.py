@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import pytest
 from conftest import ROOT
 
 import kvswap
-from kvswap import _C, files, memory, offload, trtllm
+from kvswap import _C, files, memory, offload, share, trtllm
 from kvswap.fastdeploy import ipc
 
 TAKEN: list[Any] = [0, 0.5, 5, 1e10, math.inf, None, 10**400, np.float64(2), np.int32(3)]
@@ -175,6 +176,10 @@ PYTHON: dict[str, Row] = {
         closing, handler()
     ).shutdown,
     "trtllm/_manager.py: KVCacheTransferManager.close": lambda folder, closing: kept(closing, manager()).close,
+    "share/__init__.py: Member.close": lambda folder, closing: kept(closing, member(closing)).close,
+    "share/__init__.py: Member.wait_peers": lambda folder, closing: functools.partial(
+        kept(closing, member(closing)).wait_peers, []
+    ),
     "fastdeploy/ipc.py: Opened.close": lambda folder, closing: ipc.Opened(1, 1, None, device()).close,
 }
 ELSEWHERE = {  # tested with what they need, or they pass the timeout on to a row's function
@@ -188,6 +193,12 @@ ELSEWHERE = {  # tested with what they need, or they pass the timeout on to a ro
     "_top_socket.py": "internal: of kvswap top",
     "_timeouts.py": "reads them",
 }
+
+
+def member(closing: list[Any]) -> Any:
+    pool = shared()
+    closing.append(SimpleNamespace(close=lambda: pool.close(force=True)))  # the call still holds the member
+    return share.join(f"timeouts-{os.getpid()}", 0, pool, kvswap.Pool(device(), device().alloc(8192), 2, 4096))
 
 
 def manager() -> Any:

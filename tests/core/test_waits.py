@@ -30,7 +30,7 @@ from conftest import AT_ONCE, PATIENCE, ROOT, SANITIZED, Cache, Gate, run_python
 from processes import Failed, Process
 
 import kvswap
-from kvswap import memory, testing
+from kvswap import memory, share, testing
 from kvswap.files import FileStore, Layout
 
 WAITS = {
@@ -53,6 +53,8 @@ WAITS = {
     "options.c:try_submit": ["swap_cache_per_layer in a full lane"],
     "pattern.c:pattern_result": ["_PatternJob.result"],
     "pool.c:open_pool": ["Pool in memory that is being freed"],
+    "share.c:share_close": ["Member.close"],
+    "share.c:share_wait_linked": ["Member.wait_peers"],
     "shared_pool.c:shared_wait_ready": ["SharedPool.wait_ready"],
     "transfer.c:wait_for_any": [
         "Transfer.wait",
@@ -121,6 +123,14 @@ QUICK = {
     "pool.c:await_dropped": "a second at most, for what another thread releases (test_pool.py)",
     "pool.c:pool_dealloc": HANDLES,
     "seam.c:make_call": "the seam itself: what the driver waits for, it waits for",
+    "share.c:open_share": OPENS,
+    "share.c:share_dealloc": HANDLES,
+    "share.c:share_link": QUEUES,
+    "share.c:share_linked": COUNTERS,
+    "share.c:share_meet": OPENS,
+    "share.c:share_stats": COUNTERS,
+    "share.c:share_submit": QUEUES,
+    "share.c:share_unmeet": QUEUES,
     "shared_pool.c:shared_pool_create": OPENS,  # and at most 0.8 s for another process that removes the same segment
     "shared_pool.c:change": QUEUES,
     "shared_pool.c:ask": QUEUES,
@@ -419,6 +429,30 @@ def call_wait_ready(stuck: Stuck) -> Call:
     return lambda timeout=None: pool.wait_ready([3], timeout)
 
 
+def join(stuck: Stuck, rank: int, name: str) -> share.Member:
+    """A member of a group in this process."""
+    pool = stuck.stack.enter_context(memory.SharedPool(name, 8, 4096, create=rank == 0, device=stuck.device))
+    gpu = kvswap.Pool(stuck.device, stuck.device.alloc(8 * 4096), 8, 4096)
+    return stuck.stack.enter_context(share.join(name, rank, pool, gpu))
+
+
+def call_member_close(stuck: Stuck) -> Call:
+    """Its load waits for the compute stream."""
+    member = join(stuck, 0, f"waits-{os.getpid()}-close")
+    stuck.device.set_compute_stream(stuck.hold())
+    stuck.stack.callback(stuck.device.set_compute_stream, 0)
+    member.load([0, 1], [2, 3])
+    return member.close
+
+
+def call_wait_peers(stuck: Stuck) -> Call:
+    """The other one joins later."""
+    name = f"waits-{os.getpid()}-peers"
+    member = join(stuck, 0, name)
+    stuck.before.append(lambda: (join(stuck, 1, name), None)[1])
+    return lambda timeout=60.0: member.wait_peers([1], timeout)
+
+
 def file_put(stuck: Stuck) -> tuple[FileStore, Any]:
     store = FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device)
     block = stuck.device.alloc(4096)
@@ -507,6 +541,8 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "HostPool.shrink": call_pool_shrink,
     "HostPool.wait": call_pool_wait,
     "Mapped.close": call_mapped_close,
+    "Member.close": call_member_close,
+    "Member.wait_peers": call_wait_peers,
     "Memory.free": call_memory_free,
     "Memory.free of chunks": call_memory_free_chunks,
     "Memory.free of the host": call_memory_free_host,

@@ -32,6 +32,7 @@ MODULES_LEFT_OUT = {
     "sglang": "needs SGLang: tests/integration runs it, test_sglang_*.py a stand-in; files, remote or swaps below",
     "typing": "types for annotations: tests/project/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
+    "share": "several processes: test_share.py, which kills them at random",
     "top": "the live view: test_top.py",
     "tracing": "ranges round the same calls: test_metrics.py",
     "vllm": "needs vLLM: tests/integration runs it; its handler is kvswap.offload's",
