@@ -117,8 +117,6 @@ def main() -> None:
         stored = blocks_of(cache)
         blocks += stored.shape[1]
         for codec in (None, *CODECS):
-            if codec == "raw":
-                continue
             if codec not in tiers:
                 tiers[codec] = Tier(device, len(stored), stored.shape[1], stored.shape[2], codec)
             back = tiers[codec].there_and_back(stored)

@@ -144,7 +144,7 @@ static __device__ __forceinline__ uint32_t encode_segments(struct code_segments 
   return count_escapes(layout.segments, turn, shared);
 }
 
-/* With marks, as the escapes of the unit do not fit without. Returns the values of a row; 0: no guess helps. */
+/* Encode with marks, because the escapes do not fit without them. Returns the values of a row; 0: no guess fits. */
 static __device__ __noinline__ uint32_t encode_marked(struct code_segments *own, uint64_t coded,
                                                       const struct kvs_exact_layout &layout, uint32_t turn,
                                                       struct code_shared *shared) {
@@ -165,7 +165,8 @@ static __device__ __forceinline__ void store_list(const struct code_segments &ow
   store_marks(coded, layout, inner, shared);
 }
 
-/* As the rest of a unit that does not fit without marks. The copy leaves the caller's values in registers. */
+/* The rest of encode_exact() for a unit that needs marks: its number of escapes. `own` is a copy, so that the caller
+ * keeps its values in registers. */
 static __device__ __noinline__ uint32_t finish_marked(struct code_segments own, uint64_t coded,
                                                       const struct kvs_exact_layout layout, uint32_t turn,
                                                       struct code_shared *shared) {

@@ -35,7 +35,7 @@ static __device__ __forceinline__ void load_groups(uint64_t coded, const struct 
   }
 }
 
-/* Without a branch, behind which the loads would be waited for. */
+/* Has no branch: the kernel would wait for the loads at its end. */
 static __device__ __forceinline__ struct code_escape load_escape(uint64_t coded,
                                                                  const struct kvs_exact_layout &layout) {
   const uint32_t place = threadIdx.x < layout.places ? threadIdx.x : 0u;

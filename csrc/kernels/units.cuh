@@ -51,7 +51,7 @@ struct code_items {
   struct kvs_code_item of[CODE_THREADS / KVS_WARP];
 };
 
-/* The tables are read through L1, since a CTA needs most of its lines again; it is empty when a kernel begins. */
+/* The tables are read through L1, because a CTA reads most of their lines again. L1 is empty when a kernel begins. */
 template <typename Index>
 static __device__ __forceinline__ struct kvs_code_item code_item_of(const struct kvs_code_params &params, Index index) {
   const struct kvs_units &units = params.units;

@@ -214,7 +214,7 @@ static enum kvs_unit_verdict run_cta(void) {
     makecontext(&contexts[i], work, 0);
     doing[i] = RUNNING;
   }
-  uint64_t slow = 0; /* a bit a warp that stands still for a while, so that others are ahead */
+  uint64_t slow = 0; /* a bit for each warp that is paused, so that other warps are ahead */
   while (!all(0, threads, DONE)) {
     bool ran = false;
     if (check_below(&seed, 8) == 0) slow = check_random(&seed) & check_random(&seed);

@@ -1140,7 +1140,7 @@ def test_memlock_is_named(device_name: str) -> None:
     run = run_python(
         """
         import ctypes, resource, sys, kvswap
-        from kvswap import _testing, testing  # that user may not read the package
+        from kvswap import _testing, testing  # imported first: user 65534 may not be able to read the package
         from kvswap.memory import HostPool
         device = kvswap.Device(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
