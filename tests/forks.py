@@ -1,4 +1,6 @@
-"""A fork beside threads, for tests and the processes that they start."""
+"""os.fork() for a Python under GCC 12's AddressSanitizer: .ci/run puts this module into that environment, where each
+Python imports it when it starts. There, but not with glibc alone, a lock of the allocator that another thread holds at
+the fork is never released in the child, so a fork waits until this process's other threads sleep."""
 
 from __future__ import annotations
 
@@ -6,11 +8,10 @@ import os
 import threading
 import time
 
+fork = os.fork
+
 
 def fork_at_rest() -> int:
-    """os.fork() when this process's other threads sleep. Under GCC 12's AddressSanitizer, but not with glibc alone, a
-    lock of the allocator that another thread holds at the fork is never released in the child."""
-
     def works(thread: str) -> bool:
         try:
             with open(f"/proc/self/task/{thread}/stat") as file:
@@ -27,4 +28,7 @@ def fork_at_rest() -> int:
         if time.monotonic() > end:
             raise TimeoutError("other threads of this process have worked for a minute")
         time.sleep(0.001)
-    return os.fork()
+    return fork()
+
+
+os.fork = fork_at_rest

@@ -326,7 +326,6 @@ def test_a_log_level_that_is_none(device_name: str) -> None:
 
 FORK = """
 import warnings
-from forks import fork_at_rest
 warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
 device = kvswap.Device(NAME)
 cache, stream, event = Cache(device, 8, 64), kvswap.Stream(device), kvswap.Event(device)
@@ -335,7 +334,7 @@ ended.wait(60)
 testing.delay(device, 0.3, stream)
 held = cache.swap([1], [2], stream=stream)
 sys.stdout.flush()
-child = fork_at_rest()
+child = os.fork()
 if child == 0:
     signal.alarm(60)
     calls = dict(

@@ -789,14 +789,13 @@ def test_a_child_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
     another writer find the directory locked."""
     script = f"""
         import os, warnings
-        from forks import fork_at_rest
         from kvswap.files import FileStore, Layout
         warnings.simplefilter("ignore")
         (ended, end), (lives, tell) = os.pipe(), os.pipe()
         def open_store():
             return FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
         def in_a_child(call):
-            child = fork_at_rest()
+            child = os.fork()
             if child == 0:
                 call()
                 os._exit(0)
@@ -1460,13 +1459,12 @@ def test_a_forked_child(tmp_path: Path) -> None:
     script = f"""
         import os, warnings
         import numpy as np, kvswap
-        from forks import fork_at_rest
         from kvswap.files import FileStore, Layout
         warnings.simplefilter("ignore")
         store = FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
         data = np.ones((4, 5000), np.uint8)
         keys = [b"key-%d" % i for i in range(4)]
-        child = fork_at_rest()
+        child = os.fork()
         if child == 0:
             calls = (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close)
             for call in (*calls, store.stats, store.refresh, store.keys, lambda: store.pin(keys)):

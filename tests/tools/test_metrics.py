@@ -484,7 +484,6 @@ def test_reading_and_tracing_leak_nothing() -> None:
 FORK = """
     import json, os, sys, tempfile, warnings
     import numpy as np, kvswap
-    from forks import fork_at_rest
     from kvswap import files, memory, metrics, offload
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
@@ -498,7 +497,7 @@ FORK = """
     handler = offload.SingleDirectionOffloadingHandler([gpu], [cpu], 1, refs, True, device=device)
     parent = metrics.snapshot()
     assert all(len(parent[part]) == 1 for part in ("devices", "files", "host_pools", "handlers")), parent
-    child = fork_at_rest()
+    child = os.fork()
     if child == 0:
         try:
             empty = metrics.snapshot()
