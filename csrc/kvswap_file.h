@@ -193,7 +193,8 @@ struct kvs_file_stats {
   uint64_t gds_read_nbytes, gds_written_nbytes, gds_by_host;  /* by libcufile; blocks that it refused */
   uint64_t directory_nbytes; /* of all segments in the directory that bounds the store, when it last looked */
   uint64_t reclaimed_segments, retired_segments; /* removed: of ended writers, for room; own, for others' room */
-  uint64_t reserved[13];
+  uint64_t requests; /* reads, writes and erasures that the file engine was given: one for a load or a new block */
+  uint64_t reserved[12];
 };
 KVS_API int kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *, struct kvs_error *);
 

@@ -296,3 +296,4 @@ class FileStats(TypedDict):
     directory_nbytes: int
     reclaimed_segments: int
     retired_segments: int
+    requests: int

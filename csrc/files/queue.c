@@ -19,12 +19,12 @@ uint64_t kvs_file_request_nbytes(uint64_t nbytes) { return nbytes < LEAST_NBYTES
 
 void kvs_file_request_wait(struct kvs_file_request *request, const struct kvs_file_turns *turns) {
   request->since_ns = kvs_clock_ns();
-  request->since_nbytes = atomic_load(turns->popped);
+  request->since_nbytes = atomic_load(&turns->popped->load_nbytes);
 }
 
 bool kvs_file_request_is_due(struct kvs_file_request *request, struct kvs_file_turns *turns) {
   if (request->rank == KVS_FILE_FIRST) return true;
-  const uint64_t popped = atomic_load(turns->popped);
+  const uint64_t popped = atomic_load(&turns->popped->load_nbytes);
   if (popped < turns->next) return false;
   const uint64_t waited = kvs_clock_ns() - request->since_ns;
   if (waited < OVERDUE_NS || (waited < LONGEST_NS && popped - request->since_nbytes < OVERDUE_NBYTES)) return false;
@@ -41,7 +41,7 @@ void kvs_file_queue_destroy(struct kvs_file_queue *queue) {
   pthread_mutex_destroy(&queue->lock);
 }
 
-int kvs_file_queue_init(struct kvs_file_queue *queue, atomic_uint_fast64_t *popped, struct kvs_error *err) {
+int kvs_file_queue_init(struct kvs_file_queue *queue, struct kvs_file_popped *popped, struct kvs_error *err) {
   queue->turns.popped = popped;
   if (pthread_mutex_init(&queue->lock, NULL)) return kvs_fail(err, KVS_NOMEM, "no memory for a lock");
   if (pthread_cond_init(&queue->pushed, NULL)) {
@@ -108,7 +108,8 @@ static struct kvs_file_request *take_locked(struct kvs_file_queue *queue) {
   if (!request) return NULL;
   queue->first[rank] = request->next;
   if (!request->next) queue->last[rank] = NULL;
-  if (rank == KVS_FILE_LOADS) atomic_fetch_add(queue->turns.popped, request->nbytes);
+  atomic_fetch_add(&queue->turns.popped->requests, 1);
+  if (rank == KVS_FILE_LOADS) atomic_fetch_add(&queue->turns.popped->load_nbytes, request->nbytes);
   if (rank == KVS_FILE_STORES) queue->turn = KVS_FILE_DELETES;
   if (rank == KVS_FILE_DELETES) queue->turn = KVS_FILE_STORES;
   return request;

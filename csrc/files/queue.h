@@ -43,10 +43,15 @@ struct kvs_file_request {
   void (*end)(struct kvs_file_request *, int code); /* code: 0 or an errno */
 };
 
+/* What was popped from all queues of a store. */
+struct kvs_file_popped {
+  atomic_uint_fast64_t requests, load_nbytes;
+};
+
 /* State of the rule above where requests wait: in a queue, or in the mover. */
 struct kvs_file_turns {
-  atomic_uint_fast64_t *popped; /* bytes of loads popped, from all queues of the store */
-  uint64_t next;                /* value of *popped from which the next overdue request is due */
+  struct kvs_file_popped *popped;
+  uint64_t next; /* load_nbytes from which the next overdue request is due */
 };
 
 struct kvs_file_queue {
@@ -70,7 +75,7 @@ struct kvs_file_queue {
   size_t fixed_nbytes;
 };
 
-int kvs_file_queue_init(struct kvs_file_queue *, atomic_uint_fast64_t *popped, struct kvs_error *);
+int kvs_file_queue_init(struct kvs_file_queue *, struct kvs_file_popped *, struct kvs_error *);
 void kvs_file_queue_destroy(struct kvs_file_queue *);
 void kvs_file_queue_push(struct kvs_file_queue *, struct kvs_file_request *);
 /* The next request. NULL: the queue is empty and, with `wait`, closed. */

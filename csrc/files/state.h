@@ -87,7 +87,7 @@ struct kvs_file_store {
   char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
   struct kvs_file_queue queue;
-  atomic_uint_fast64_t popped; /* bytes of loads popped from the queues */
+  struct kvs_file_popped popped;
   const struct kvs_file_engine_ops *ops;
   struct kvs_file_worker *worker;
   struct kvs_file_mover *mover; /* NULL: no device */

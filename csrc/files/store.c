@@ -500,6 +500,7 @@ static void read_stats_locked(const struct kvs_file_store *store, struct kvs_fil
   stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[KVS_FILE_LOAD];
   stats->unfinished_stores = store->unfinished[KVS_FILE_STORE] + store->unfinished[KVS_FILE_DELETE];
+  stats->requests = atomic_load(&store->popped.requests);
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);

@@ -486,7 +486,8 @@ static PyObject *store_stats(PyObject *self, PyObject *unused) {
                                                STATS(gds_by_host),
                                                STATS(directory_nbytes),
                                                STATS(reclaimed_segments),
-                                               STATS(retired_segments)};
+                                               STATS(retired_segments),
+                                               STATS(requests)};
   (void)unused;
   struct kvs_file_stats stats;
   struct kvs_error err = {0};

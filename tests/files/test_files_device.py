@@ -78,6 +78,20 @@ def test_there_and_back(rig: Rig) -> None:
     assert load.nbytes == 25 * rig.nbytes
 
 
+@pytest.mark.parametrize("memory", ["pools", "host"])
+def test_a_block_passes_the_engine_queue_once(rig: Rig, memory: str) -> None:
+    """Where a slot on disk is free. A stored block that replaces one is written, and the older one erased."""
+    ids = np.arange(10)
+    blocks = rig.pools if memory == "pools" else np.zeros((BLOCKS, rig.nbytes), np.uint8)
+    store, load = ((lambda call=call: call(keys_of(ids), blocks, ids)) for call in (rig.store.store, rig.store.load))
+    rig.store.store([b"makes the segment"], blocks, [30]).wait(PATIENCE)
+    requests = [rig.store.stats()["requests"]]
+    for call in (store, load, store, lambda: rig.store.delete(keys_of(ids))):
+        call().wait(PATIENCE)
+        requests.append(rig.store.stats()["requests"])
+    assert np.diff(requests).tolist() == [10, 10, 20, 10]
+
+
 def test_what_the_device_stored_the_host_reads(rig: Rig) -> None:
     """A block on disk is its pools' bytes, one after the other."""
     rig.store.store(keys_of([3, 9]), rig.pools, [3, 9]).wait(PATIENCE)
