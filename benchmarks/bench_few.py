@@ -12,7 +12,7 @@ import statistics
 from typing import TypeAlias
 
 import kvswap
-from kvswap import _C
+from kvswap import _C, _testing
 from kvswap._rig import DIRECTIONS, WAIT_LIMIT, Direction, Rig, Shape, Unavailable
 from kvswap.replay.units import format_size
 from kvswap.typing import ForcedPath
@@ -42,7 +42,9 @@ def predicted(costs: _C._Costs, direction: Direction, shape: Shape) -> Microseco
     rows, runs = shape.rows, shape.blocks
 
     def ns(path: ForcedPath) -> float:
-        return _C._costs_predict(costs, path, direction, shape.nbytes, copies=rows, pieces=rows, rows=rows, runs=runs)
+        return _testing.costs_predict(
+            costs, path, direction, shape.nbytes, copies=rows, pieces=rows, rows=rows, runs=runs
+        )
 
     return {path: round(ns(path) / 1e3, 2) for path in PATHS}
 

@@ -793,27 +793,7 @@ def _costs_read(path: str | PathLike[str] | None, /) -> _Costs: ...
 def _costs_write(path: str | PathLike[str], costs: _Costs, machine: str) -> None: ...
 def _costs_what(name: str, driver: int) -> str: ...
 def _costs_of(device: Device, /) -> _Costs: ...
-def _costs_use(device: Device, costs: _Costs | None) -> None: ...
 def _costs_path(what: str, /) -> str: ...
-def _costs_predict(
-    costs: _Costs | None,
-    path: Path,
-    direction: Literal["d2h", "h2d"],
-    nbytes: int,
-    *,
-    copies: int = 0,
-    rects: int = 0,
-    rect_rows: int = 0,
-    rect_nbytes: int = 0,
-    apart_rows: int = 0,
-    apart_nbytes: int = 0,
-    rest_copies: int = 0,
-    pieces: int = 0,
-    skew_pieces: int = 0,
-    skew_nbytes: int = 0,
-    rows: int = 0,
-    runs: int = 0,
-) -> float: ...
 
 # Members of csrc/device/device.h. Each returns what the member returns and raises DeviceError with its code.
 def _seam(device: Device, operation: str, /, *args: Any) -> Any: ...

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,11 @@ def _binding(name: str) -> Any:
     try:
         found = importlib.import_module("kvswap._testing")
     except ModuleNotFoundError:
+        folder = os.path.dirname(__file__)
+        try:  # Python finds no module in a folder that it may not read
+            os.listdir(folder)
+        except OSError as error:
+            raise _C.Error(f"whether kvswap has test bindings is not known: {folder}: {error.strerror}") from None
         raise _C.Error(
             "this build of kvswap lacks its test bindings (KVSWAP_TEST_BINDINGS=off, as in wheels), which faults and "
             "deterministic devices need: build it from source (pip install --force-reinstall --no-deps PATH)"

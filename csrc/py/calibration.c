@@ -1,10 +1,10 @@
-/* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "extra":
- * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...":
- * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is
- * empty for a path without run costs. */
+/* Costs and their files, for kvswap.calibrate. A dict of costs is {"d2h": {path: {"start": ns, "extra": ns, "each":
+ * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...": (CTAs, pace, GB/s)}};
+ * unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is empty for a path without
+ * run costs. */
+#include "calibration.h"
 #include "../paths/calibration.h"
 #include "../paths/costs_default.h"
-#include "../paths/predict.h"
 #include "args.h"
 #include "dicts.h"
 #include "errors.h"
@@ -155,7 +155,7 @@ static int read_part(PyObject *name, PyObject *value, struct kvs_costs *costs) {
   return rc;
 }
 
-static int read_costs(PyObject *object, struct kvs_costs *costs) {
+int kvs_py_costs_read(PyObject *object, struct kvs_costs *costs) {
   PyObject *name, *value, *dict = copy_dict(object, "costs");
   Py_ssize_t at = 0;
   int rc = 0;
@@ -193,7 +193,8 @@ static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t
   struct kvs_costs costs;
   struct kvs_error err = {0};
   PyObject *values[3], *keep = NULL;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || read_costs(values[1], &costs) < 0) return NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_costs_read(values[1], &costs) < 0)
+    return NULL;
   const char *machine = PyUnicode_AsUTF8(values[2]);
   const char *path = machine == NULL ? NULL : read_path(values[0], &keep);
   if (path == NULL) return NULL;
@@ -229,21 +230,6 @@ static PyObject *costs_of(PyObject *module, PyObject *device) {
   return costs;
 }
 
-static PyObject *costs_use(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"device", "costs"};
-  static const struct kvs_py_args spec = {"_costs_use", names, 2, 2, 2};
-  struct kvs_costs costs;
-  PyObject *values[2];
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  bool built_in = values[1] == Py_None;
-  if (!built_in && read_costs(values[1], &costs) < 0) return NULL;
-  struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), values[0]);
-  if (engine == NULL) return NULL;
-  kvs_engine_set_costs(engine, built_in ? NULL : &costs, built_in ? "built in" : "as this process set them");
-  kvs_engine_unref(engine);
-  Py_RETURN_NONE;
-}
-
 static PyObject *costs_path(PyObject *module, PyObject *object) {
   const char *what = PyUnicode_AsUTF8(object);
   char path[MOST_PATH];
@@ -253,51 +239,6 @@ static PyObject *costs_path(PyObject *module, PyObject *object) {
   return PyUnicode_DecodeFSDefault(path);
 }
 
-enum {
-  COSTS,
-  PATH,
-  DIRECTION,
-  NUMBERS,
-  NBYTES = NUMBERS,
-  COPIES,
-  RECTS,
-  RECT_ROWS,
-  RECT_NBYTES,
-  APART_ROWS,
-  APART_NBYTES,
-  REST_COPIES,
-  PIECES,
-  SKEW_PIECES,
-  SKEW_NBYTES,
-  ROWS,
-  RUNS,
-  PREDICT
-};
-
-static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {
-      "costs",      "path",         "direction",   "nbytes", "copies",      "rects",       "rect_rows", "rect_nbytes",
-      "apart_rows", "apart_nbytes", "rest_copies", "pieces", "skew_pieces", "skew_nbytes", "rows",      "runs"};
-  static const struct kvs_py_args spec = {"_costs_predict", names, 4, 4, PREDICT};
-  struct kvs_costs costs = *kvs_costs_default();
-  struct kvs_shape shape = {0};
-  uint64_t *const numbers[] = {&shape.nbytes,      &shape.copies,      &shape.rects,        &shape.rect_rows,
-                               &shape.rect_nbytes, &shape.apart_rows,  &shape.apart_nbytes, &shape.rest_copies,
-                               &shape.pieces,      &shape.skew_pieces, &shape.skew_nbytes,  &shape.rows,
-                               &shape.runs};
-  PyObject *values[PREDICT];
-  (void)module;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (values[COSTS] != Py_None && read_costs(values[COSTS], &costs) < 0) return NULL;
-  int path = kvs_py_path(values[PATH], "path", true);
-  int direction = path < 0 ? -1 : kvs_py_choice(values[DIRECTION], "direction", direction_names, 2);
-  if (direction < 0) return NULL;
-  shape.direction = (enum kvs_direction)direction;
-  for (int i = NUMBERS; i < PREDICT; ++i)
-    if (values[i] != NULL && kvs_py_uint64(values[i], names[i], -1, numbers[i - NUMBERS]) < 0) return NULL;
-  return PyFloat_FromDouble(kvs_cost_ns(&costs, &shape, (enum kvs_path)path));
-}
-
 PyDoc_STRVAR(read_doc, "_costs_read($module, path, /)\n--\n\n"
                        "The costs in a calibration file; None: the built-in ones. IndexError: there is no such file.");
 PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
@@ -305,23 +246,14 @@ PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
 PyDoc_STRVAR(what_doc, "_costs_what($module, /, name, driver)\n--\n\n"
                        "The name of the calibration of a device, by its name and driver in Device.info.");
 PyDoc_STRVAR(of_doc, "_costs_of($module, device, /)\n--\n\nThe costs that a device uses.");
-PyDoc_STRVAR(use_doc, "_costs_use($module, /, device, costs)\n--\n\n"
-                      "Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile.");
 PyDoc_STRVAR(path_doc, "_costs_path($module, what, /)\n--\n\n"
                        "The file of the calibration of this name. IndexError: no folder is known for it.");
-PyDoc_STRVAR(predict_doc,
-             "_costs_predict($module, /, costs, path, direction, nbytes, *, copies=0, rects=0, rect_rows=0,\n"
-             "               rect_nbytes=0, apart_rows=0, apart_nbytes=0, rest_copies=0, pieces=0, skew_pieces=0,\n"
-             "               skew_nbytes=0, rows=0, runs=0)\n--\n\n"
-             "Nanoseconds that a transfer of this shape (struct kvs_shape) takes; costs None: the built-in ones.");
 
 PyMethodDef kvs_py_calibration_methods[] = {
     {"_costs_read", costs_read, METH_O, read_doc},
     {"_costs_write", KVS_PY_FASTCALL(costs_write), METH_FASTCALL | METH_KEYWORDS, write_doc},
     {"_costs_what", KVS_PY_FASTCALL(costs_what), METH_FASTCALL | METH_KEYWORDS, what_doc},
     {"_costs_of", costs_of, METH_O, of_doc},
-    {"_costs_use", KVS_PY_FASTCALL(costs_use), METH_FASTCALL | METH_KEYWORDS, use_doc},
     {"_costs_path", costs_path, METH_O, path_doc},
-    {"_costs_predict", KVS_PY_FASTCALL(costs_predict), METH_FASTCALL | METH_KEYWORDS, predict_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -7,7 +7,11 @@
 #include "../files/gds.h"
 #include "../files/store.h"
 #include "../host/device.h"
+#include "../paths/costs_default.h"
+#include "../paths/predict.h"
 #include "args.h"
+#include "calibration.h"
+#include "options.h"
 #include "seam.h"
 
 #define KVS_PY_PRIVATE(X)                                                                                              \
@@ -38,6 +42,8 @@
   X(kvs_dev_call)                                                                                                      \
   X(kvs_dev_chunk_granularity)                                                                                         \
   X(kvs_dev_fault_set)                                                                                                 \
+  X(kvs_cost_ns)                                                                                                       \
+  X(kvs_costs_default)                                                                                                 \
   X(kvs_crc_plan)                                                                                                      \
   X(kvs_host_step)                                                                                                     \
   X(kvs_host_trace)                                                                                                    \
@@ -46,6 +52,7 @@
   X(kvs_engine_device)                                                                                                 \
   X(kvs_engine_open_deterministic)                                                                                     \
   X(kvs_engine_skip_hazard)                                                                                            \
+  X(kvs_engine_set_costs)                                                                                              \
   X(kvs_engine_set_lane_depth)                                                                                         \
   X(kvs_file_inject)                                                                                                   \
   X(kvs_file_gds_shutdown)                                                                                             \
@@ -53,7 +60,9 @@
   X(kvs_py_args_parse)                                                                                                 \
   X(kvs_py_choice)                                                                                                     \
   X(kvs_py_complain)                                                                                                   \
+  X(kvs_py_costs_read)                                                                                                 \
   X(kvs_py_int64)                                                                                                      \
+  X(kvs_py_path)                                                                                                       \
   X(kvs_py_timeout)                                                                                                    \
   X(kvs_py_uint64)
 

@@ -322,6 +322,50 @@ static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
   return core->seam(args, nargs, rows, sizeof rows / sizeof *rows);
 }
 
+/* -- costs --------------------------------------------------------------------------------------------------------- */
+
+static PyObject *costs_use(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "costs"};
+  static const struct kvs_py_args spec = {"costs_use", names, 2, 2, 2};
+  struct kvs_costs costs;
+  PyObject *values[2];
+  (void)module;
+  if (core->kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  bool built_in = values[1] == Py_None;
+  if (!built_in && core->kvs_py_costs_read(values[1], &costs) < 0) return NULL;
+  struct kvs_engine *engine = kvswap_api->engine_of(values[0]);
+  if (engine == NULL) return NULL;
+  core->kvs_engine_set_costs(engine, built_in ? NULL : &costs, built_in ? "built in" : "as this process set them");
+  kvswap_api->engine_unref(engine);
+  Py_RETURN_NONE;
+}
+
+static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  enum { COSTS, PATH, DIRECTION, NUMBERS, PREDICT = NUMBERS + 13 };
+  static const char *const names[PREDICT] = {
+      "costs",      "path",         "direction",   "nbytes", "copies",      "rects",       "rect_rows", "rect_nbytes",
+      "apart_rows", "apart_nbytes", "rest_copies", "pieces", "skew_pieces", "skew_nbytes", "rows",      "runs"};
+  static const char *const directions[] = {"d2h", "h2d"};
+  static const struct kvs_py_args spec = {"costs_predict", names, 4, 4, PREDICT};
+  struct kvs_costs costs = *core->kvs_costs_default();
+  struct kvs_shape shape = {0};
+  uint64_t *const numbers[] = {&shape.nbytes,      &shape.copies,      &shape.rects,        &shape.rect_rows,
+                               &shape.rect_nbytes, &shape.apart_rows,  &shape.apart_nbytes, &shape.rest_copies,
+                               &shape.pieces,      &shape.skew_pieces, &shape.skew_nbytes,  &shape.rows,
+                               &shape.runs};
+  PyObject *values[PREDICT];
+  (void)module;
+  if (core->kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[COSTS] != Py_None && core->kvs_py_costs_read(values[COSTS], &costs) < 0) return NULL;
+  int path = core->kvs_py_path(values[PATH], "path", true);
+  int direction = path < 0 ? -1 : core->kvs_py_choice(values[DIRECTION], "direction", directions, 2);
+  if (direction < 0) return NULL;
+  shape.direction = (enum kvs_direction)direction;
+  for (int i = NUMBERS; i < PREDICT; ++i)
+    if (values[i] != NULL && core->kvs_py_uint64(values[i], names[i], -1, numbers[i - NUMBERS]) < 0) return NULL;
+  return PyFloat_FromDouble(core->kvs_cost_ns(&costs, &shape, (enum kvs_path)path));
+}
+
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(
@@ -354,6 +398,12 @@ PyDoc_STRVAR(file_gds_close_doc,
              "file_gds_close($module, /)\n--\n\n"
              "Close libcufile's driver, so that the next store looks for the library again. False: a "
              "store still uses it.");
+PyDoc_STRVAR(costs_use_doc,
+             "costs_use($module, /, device, costs)\n--\n\n"
+             "Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile.");
+PyDoc_STRVAR(costs_predict_doc, "costs_predict($module, /, costs, path, direction, nbytes, **shape)\n--\n\n"
+                                "Nanoseconds that a transfer of this shape (struct kvs_shape) takes; costs None: the "
+                                "built-in ones.");
 PyDoc_STRVAR(racecheck_found_doc, "racecheck_found($module, /)\n--\n\nHow many races since the first start.");
 PyDoc_STRVAR(pattern_word_doc, "pattern_word($module, key, index, /)\n--\n\n"
                                "Word `index` of the pattern: its bytes 8 * index to 8 * index + 7, little-endian.");
@@ -374,6 +424,8 @@ static PyMethodDef methods[] = {
     ROW(host_peer),
     ROW(set_fault),
     ROW(set_lane_depth),
+    ROW(costs_use),
+    ROW(costs_predict),
     {"file_set_fault", file_set_fault, METH_VARARGS, file_set_fault_doc},
     {"file_gds_close", file_gds_close, METH_NOARGS, file_gds_close_doc},
     {"racecheck_found", racecheck_found, METH_NOARGS, racecheck_found_doc},

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Gate, check_pattern, run_python, usable, write_pattern
+from conftest import PATIENCE, Gate, bindings, check_pattern, run_python, usable, write_pattern
 from hypothesis import given
 from hypothesis import strategies as st
 from transfers import (
@@ -484,7 +484,7 @@ def cheapest(device: kvswap.Device, name: str) -> None:
     for paths in (costs["d2h"], costs["h2d"]):
         for path, cost in paths.items():
             cost["start"] = 1.0 if path == name else 1e9
-    _C._costs_use(device, costs)
+    bindings.costs_use(device, costs)
 
 
 def test_a_device_that_is_full(path: str, direction: int) -> None:
@@ -765,7 +765,7 @@ def use_costs(device: kvswap.Device, price: Callable[[str], tuple[float, float, 
             start, each, run = price(path)
             cost["start"], cost["extra"] = start, 0.0
             cost["each"], cost["run"] = [each] * len(cost["each"]), [run] * len(cost["run"])
-    _C._costs_use(device, costs)
+    bindings.costs_use(device, costs)
 
 
 @pytest.mark.parametrize(
@@ -854,7 +854,7 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
         script = """
             import numpy as np
             import kvswap
-            from kvswap import _C, testing
+            from kvswap import _C, _testing, testing
             device = testing.deterministic_device(1)
             memory = np.zeros(1 << 16, np.uint8)
             at = memory.ctypes.data
@@ -863,7 +863,7 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
                 for paths in (costs["d2h"], costs["h2d"]):
                     for path, cost in paths.items():
                         cost["start"] = 1.0 if path == cheap else 1e6 if path == "dma" else 1e9
-                _C._costs_use(device, costs)
+                _testing.costs_use(device, costs)
                 swap = kvswap.swap_cache_all_layers_async(
                     [at, at + 8192], [at + 32768, at + 32800], 32, 64, 64, [1, 5, 3, 9, 20], [2, 7, 4, 30, 11], 0,
                     cpu_stride=64, device=device)
@@ -881,7 +881,7 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
 ONE_QUEUE = """
     import numpy as np
     import kvswap
-    from kvswap import _C, testing
+    from kvswap import _C, _testing, testing
     device = testing.deterministic_device(1)
     memory = np.zeros(1 << 21, np.uint8)
     gpu, cpu = memory.ctypes.data, memory.ctypes.data + (1 << 20)
@@ -892,7 +892,7 @@ ONE_QUEUE = """
         for paths in (costs["d2h"], costs["h2d"]):
             for path, cost in paths.items():
                 cost["start"] = {cheap: 1.0, "strided": 1e5, "dma": 1e6}.get(path, 1e9)
-        _C._costs_use(device, costs)
+        _testing.costs_use(device, costs)
         for of, size in (("one", 16384), ("one", 16383), ("layers", 8192)):
             for mode in (0, 1):
                 taken = []

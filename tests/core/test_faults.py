@@ -6,6 +6,9 @@ at bytes."""
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import threading
 import time
 from typing import Any
@@ -310,3 +313,15 @@ def test_a_fault_of_copies_is_one_of_rows_too(device: kvswap.Device) -> None:
             transfer.wait(PATIENCE)
     assert transfer.failed_positions.size > 0
     swap().wait(PATIENCE)
+
+
+def test_bindings_that_cannot_be_looked_for_are_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gave up its rights may not read the package's folder any more."""
+    monkeypatch.setitem(sys.modules, "kvswap._testing", None)  # an import fails as where there is no such file
+
+    def refuse(folder: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(kvswap.Error, match=r"whether kvswap has test bindings is not known: .*: Permission denied"):
+        testing.deterministic_device(1)

@@ -165,16 +165,16 @@ def test_the_bandwidth_of_a_gpus_memory(run: Run, tmp_path: Path, khz: str, gbps
     script = """
         import json
         import kvswap
-        from kvswap import _C, cli
+        from kvswap import _C, _testing, cli
         device = kvswap.Device("cuda:0")
         def tuning():
             return [_C._costs_of(device)["tuning"][f"kernel_{name}"] for name in ("normal_d2h", "normal_h2d")]
         found = [tuning()]
         costs = _C._costs_read(None)
         costs["tuning"]["kernel_normal_d2h"] = (3, 40.0, 39.0)
-        _C._costs_use(device, costs)
+        _testing.costs_use(device, costs)
         found.append(tuning())
-        _C._costs_use(device, None)
+        _testing.costs_use(device, None)
         found.append(tuning())
         facts = [[each.name, each.memory_gbps] for each in kvswap.devices()]
         print(json.dumps([found, device.info["memory_gbps"], kvswap.Device("host:0").info["memory_gbps"], facts]))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, Gate, run_python, usable
+from conftest import PATIENCE, Gate, bindings, run_python, usable
 from transfers import GUARD, MIB, TINY, Sides, Work, carry_out, finish, four_bursts, plain, tiny_slots
 
 import kvswap
@@ -82,7 +82,7 @@ def cheapest_burst(device: kvswap.Device) -> None:
     for paths in (costs["d2h"], costs["h2d"]):
         for path, cost in paths.items():
             cost["start"] = 1.0 if path == "burst" else 1e9
-    _C._costs_use(device, costs)
+    bindings.costs_use(device, costs)
 
 
 def test_giving_slots_back(direction: int) -> None:

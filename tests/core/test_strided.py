@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer
+from conftest import PATIENCE, Buffer, bindings
 
 import kvswap
 from kvswap import _C, testing
@@ -141,7 +141,7 @@ def test_auto_takes_what_is_predicted_to_be_fastest(direction: int, cheap: str) 
     for paths in (costs["d2h"], costs["h2d"]):
         for path, cost in paths.items():
             cost["start"] = 1.0 if path == cheap else 1e9
-    _C._costs_use(device, costs)
+    bindings.costs_use(device, costs)
     slab = Slab(device, 4096)
     gpu_ids, cpu_ids = ids(6)
     expected = slab.expected(gpu_ids, cpu_ids, direction)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT, bindings, run_python
 
 import kvswap
 from kvswap import _C, _rig, calibrate, cli, testing
@@ -55,7 +55,7 @@ def predicted(costs: _C._Costs, point: Point) -> float:
         numbers |= {"apart_rows": shape.rows, "apart_nbytes": shape.nbytes}
     if shape.skew:
         numbers |= {"skew_pieces": shape.rows, "skew_nbytes": shape.nbytes}
-    return _C._costs_predict(costs, point.path, point.direction, shape.nbytes, **numbers) / 1e9
+    return bindings.costs_predict(costs, point.path, point.direction, shape.nbytes, **numbers) / 1e9
 
 
 def costs_of_all() -> _C._Costs:
@@ -300,7 +300,7 @@ def test_a_path_that_is_not_there_is_unknown() -> None:
     calibrate._measure_kernels(rig, result.costs["tuning"], lambda done, total, what: None)  # type: ignore[arg-type]
     assert len(result.costs["tuning"]) == 2 and len(rig.asked) == asked, "there is no kernel"
     assert "kernel   not available: because" in calibrate.summary(result)
-    assert math.isinf(_C._costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
+    assert math.isinf(bindings.costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
 
 
 def test_a_size_that_is_refused_is_taken_from_its_neighbours() -> None:
@@ -372,7 +372,7 @@ def test_no_noise_makes_a_cost_negative() -> None:
         found = calibrate.solve({point: float(rng.uniform(0, 1e-3)) for point in all_points()})
         for cost in [*found["d2h"].values(), *found["h2d"].values()]:
             assert min(cost["start"], cost["extra"], *cost["each"], *cost["run"]) >= 0
-        _C._costs_predict(found, "dma", "d2h", 1, copies=1)  # which refuses what is negative
+        bindings.costs_predict(found, "dma", "d2h", 1, copies=1)  # which refuses what is negative
 
 
 def test_runs_of_a_burst_are_copies() -> None:
@@ -617,11 +617,11 @@ def test_a_dict_that_changes_while_it_is_read(tmp_path: Path) -> None:
 def test_dicts_that_are_no_costs_are_refused() -> None:
     def refuse(error: type[Exception], **parts: object) -> None:
         with pytest.raises(error):
-            _C._costs_predict(parts, "dma", "d2h", 1, copies=1)
+            bindings.costs_predict(parts, "dma", "d2h", 1, copies=1)
 
     cost = {"start": 1, "extra": 4, "each": [1] * 14, "run": []}
-    assert _C._costs_predict({"d2h": {"dma": cost}}, "dma", "d2h", 512, copies=1) == 2
-    assert _C._costs_predict({"d2h": {"dma": cost}}, "dma", "d2h", 1024, copies=2) == 11
+    assert bindings.costs_predict({"d2h": {"dma": cost}}, "dma", "d2h", 512, copies=1) == 2
+    assert bindings.costs_predict({"d2h": {"dma": cost}}, "dma", "d2h", 1024, copies=2) == 11
     refuse(ValueError, other={})
     refuse(TypeError, d2h=5)
     refuse(ValueError, d2h={"auto": cost})
@@ -638,7 +638,7 @@ def test_dicts_that_are_no_costs_are_refused() -> None:
     refuse(TypeError, tuning={"kernel_normal_d2h": 1})
     refuse(TypeError, tuning={"link_gbps_h2d": (1, 0, 0)})
     with pytest.raises(TypeError):
-        _C._costs_predict([], "dma", "d2h", 1, copies=1)  # type: ignore[arg-type]
+        bindings.costs_predict([], "dma", "d2h", 1, copies=1)  # type: ignore[arg-type]
 
 
 def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
