@@ -1,8 +1,9 @@
 /* Borrowing links that other devices lend.
  *
- * A lender comes first: a transfer takes a link only if the lender has no unfinished transfer in that direction, no
- * more pieces than there are slots stand on the link at a time, whatever is queued, and there is a gap before each of
- * them, in which the lender's copy engine makes what the lender copies itself. */
+ * A lender comes first: a transfer takes a link only if the lender has no unfinished transfer in that direction, but
+ * for one that has borrowed the borrower's link in turn. No more pieces than there are slots stand on the link at a
+ * time, whatever is queued, and there is a gap before each of them, in which the lender's copy engine makes what the
+ * lender copies itself. */
 #include "paths/lend.h"
 
 #include "device/share.h"
@@ -18,8 +19,28 @@ enum { MOST_QUEUED = 160 };
 /* -- taking ----------------------------------------------------------------------------------------------------------
  */
 
-/* What others have borrowed is no business of the lender's lanes. */
-bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction) {
+/* Whether the last transfer of a lender's lane has begun, and uses the borrower's own link. */
+static bool lends_to(struct kvs_engine *borrower, struct kvs_engine *lender, struct kvs_lane *lane) {
+  struct kvs_error ignored;
+  uint64_t last = 0;
+  bool lends = false;
+  if (pthread_mutex_trylock(&lane->lock)) return false;
+  if (lane->tail) last = lane->tail->sequence;
+  pthread_mutex_unlock(&lane->lock);
+  for (int i = 0; last && i < KVS_LENDERS; i++) {
+    struct kvs_lent_way *way = &lender->lent[i].ways[lane->direction];
+    if (pthread_mutex_trylock(&way->lock)) continue;
+    if (way->lender == borrower && way->lane == lane && way->sequence == last)
+      lends = kvs_dev_event_query(lender->device, way->begun[0], &ignored) == KVS_OK;
+    pthread_mutex_unlock(&way->lock);
+  }
+  return lends;
+}
+
+/* What others have borrowed is no business of the lender's lanes. Where the lender has borrowed the borrower's link for
+ * a transfer that has begun, half of its pieces stand there, and its own link has room for as much: both devices then
+ * share both links. A transfer that may still wait for its start would hold up the borrower's pieces. */
+bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction, struct kvs_engine *borrower) {
   struct kvs_error ignored;
   bool busy = false;
   kvs_late_settle(lender);
@@ -27,7 +48,7 @@ bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction) {
     struct kvs_lane *lane = lender->numbered[i];
     if (lane->direction != direction || !atomic_load(&lane->count)) continue;
     (void)kvs_lane_try_reap(lane, &ignored);
-    busy = atomic_load(&lane->count) != 0;
+    busy = atomic_load(&lane->count) != 0 && !(borrower && lends_to(borrower, lender, lane));
   }
   return busy;
 }
@@ -38,7 +59,7 @@ static bool serves(struct kvs_submission *s, struct kvs_lent_way *way) {
   bool whole = s->work->layered || s->work->codings || s->work->packed;
   way->room = kvs_slot_room(s, way->lending.slot_nbytes);
   if (whole && kvs_longest_packed(&s->work->scratch->rows) > way->room) return false;
-  if (kvs_lent_is_busy(way->lender, s->work->direction)) return false;
+  if (kvs_lent_is_busy(way->lender, s->work->direction, s->engine)) return false;
   return kvs_lent_is_over(way) || (way->lane == s->lane && !atomic_load(&way->unsettled));
 }
 

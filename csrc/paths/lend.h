@@ -8,8 +8,9 @@
 /* Hold the links that may serve this transfer now: s->lent. A link serves no one while its own device moves blocks in
  * that direction, or while another lane's transfer that uses it may still wait. False: none. */
 bool kvs_lent_take(struct kvs_submission *);
-/* Whether a device's own transfers in that direction are unfinished. */
-bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction);
+/* Whether a device's own transfers in that direction are unfinished, but for those that have begun and use the link of
+ * `borrower`, if it is not NULL. */
+bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction, struct kvs_engine *borrower);
 void kvs_lent_release(struct kvs_submission *);
 /* Let go of links whose slots are too small for the packed rows. */
 void kvs_lent_fit(struct kvs_submission *);

@@ -218,7 +218,7 @@ static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, 
     return true;
   }
   if (!bounce || on_link(share, request->direction) >= KVS_SHARE_ON_LINK) return false;
-  if (kvs_lent_is_busy(share->engine, (enum kvs_direction)request->direction)) return false;
+  if (kvs_lent_is_busy(share->engine, (enum kvs_direction)request->direction, NULL)) return false;
   begin(share, link, request, bounce);
   return true;
 }

@@ -469,6 +469,55 @@ def test_a_lender_that_is_lost(direction: int) -> None:
     assert run.stdout == "right\n", run.stderr
 
 
+# -- lending to each other --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mutual(device: kvswap.Device, lent: kvswap.Device) -> Iterator[tuple[kvswap.Device, kvswap.Device]]:
+    """Two devices that lend to each other."""
+    with tiny_slots(lent):
+        device.lend(lent, TINY, 2, timeout=PATIENCE)
+        yield device, lent
+        device.lend(lent, 0, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("direction", [D2H, H2D])
+def test_two_that_borrow_at_once_share_both_links(mutual: tuple[kvswap.Device, kvswap.Device], direction: int) -> None:
+    """The second borrows while the first, which has taken half of its link, is under way."""
+    sides, work = [Sides(device, 32 * MIB) for device in mutual], plain(64 * KIB, 2, 100, direction)
+
+    def both_at_once() -> bool:
+        for side in sides:
+            side.prepare(side.room)
+        first = sides[0].swap(work, path="borrow")
+        second = sides[1].swap(work, path="borrow")
+        overlap = not first.done()
+        assert first.path == "borrow"
+        for side, transfer in zip(sides, (first, second), strict=True):
+            finish(side, [transfer], [work])
+        return overlap and second.path == "borrow"
+
+    until(both_at_once, "a second transfer that borrows beside the first")
+
+
+@pytest.mark.parametrize("direction", [D2H, H2D])
+def test_nothing_is_borrowed_from_a_borrower_that_still_waits(
+    mutual: tuple[kvswap.Device, kvswap.Device], direction: int
+) -> None:
+    sides, work = [Sides(device, 2 * MIB) for device in mutual], plain(9000, 2, 60, direction)
+    held = kvswap.Stream(mutual[0])
+    for side in sides:
+        side.prepare(side.room)
+    with Gate(mutual[0]) as gate:
+        gate.hold(held)
+        first = sides[0].swap(work, path="borrow", stream=held)
+        second = sides[1].swap(work, path="borrow")
+        assert (first.path, second.path) == ("borrow", "burst")
+        finish(sides[1], [second], [work])
+        gate.open()
+        finish(sides[0], [first], [work])
+
+
 # -- lending and taking back ------------------------------------------------------------------------------------------
 
 
@@ -588,7 +637,7 @@ def test_two_devices_lend_to_each_other() -> None:
     for device in devices:
         device.set_slots(TINY, 2)
     devices[0].lend(devices[1], TINY), devices[1].lend(devices[0], TINY)
-    ways = [(devices[0], D2H), (devices[1], H2D)] * 2  # so that the lender is idle in that direction
+    ways = [(device, direction) for device in devices for direction in (D2H, H2D)]
     threads = [threading.Thread(target=guarded, args=way) for way in ways]
     for thread in threads:
         thread.start()
