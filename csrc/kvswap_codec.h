@@ -62,8 +62,8 @@ KVS_API void kvs_coding_close(struct kvs_coding *coding); /* NULL is ignored */
 /* One more reference, which kvs_coding_close() drops. */
 KVS_API const struct kvs_coding *kvs_coding_ref(const struct kvs_coding *coding);
 KVS_API void kvs_coding_get_info(const struct kvs_coding *coding, struct kvs_coding_info *info);
-/* All that the coded bytes depend on, as a JSON object: sizes, fields, codecs and their versions. Two codings of equal
- * text code alike. Lives as long as the coding. */
+/* All that the coded bytes depend on, as a JSON object: sizes, fields, codecs and their versions. Codings with equal
+ * texts give equal bytes for equal blocks. The text lives as long as the coding. */
 KVS_API const char *kvs_coding_text(const struct kvs_coding *coding);
 
 /* Encode `count` blocks, coded_stride apart (at least coded_nbytes; any alignment). The bytes of each page behind

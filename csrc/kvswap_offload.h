@@ -41,9 +41,10 @@ struct kvs_offload_layout {
   uint64_t reserved[8];
 };
 
-/* Groups follow each other in gpu_blocks: group g has group_sizes[g] blocks, which are blocks block_indices[g], + 1,
- * ... of a request. So its first block lies at block_indices[g] % factor of the group's first chunk. Chunks follow in
- * the same order; a chunk is named once for all its blocks. */
+/* gpu_blocks has the blocks of group 0, then those of group 1, and so on: group_sizes[g] blocks for group g. They are
+ * consecutive blocks of a request, the first of which is block number block_indices[g] of it. So this block lies at
+ * position block_indices[g] % factor of the group's first chunk. `chunks` has the same order of groups, with one entry
+ * for all blocks in a chunk. */
 struct kvs_offload_job {
   struct kvs_ids gpu_blocks, chunks, group_sizes, block_indices;
   enum kvs_direction direction;

@@ -8,9 +8,10 @@ _warned: set[str] = set()
 
 
 def switch(name: str, otherwise: str = "It counts as not set", log: str = "kvswap") -> bool | None:
-    """Whether the variable is 1; None: it is empty or not set, or another value, which a warning says once a process.
+    """Whether the variable is 1. None: it is not set, empty, or has a value other than 0 and 1. The first time in a
+    process that it has such a value, a warning says so.
 
-    otherwise: for the warning, what another value does. log: the warning's logger.
+    otherwise: the end of the warning, the effect of such a value. log: the warning's logger.
     """
     value = os.environ.get(name, "")
     if value in ("0", "1"):

@@ -19,9 +19,9 @@ struct kvs_share_ops {
                      struct kvs_error *);
   int (*memory_close)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
 
-  /* Events for sharing, without timing. In any process that opens one, any process may record it, and a wait is for the
-   * latest recording at that time. Its maker keeps the event while other processes use it. Open it only in other
-   * processes; destroy it like any event. */
+  /* Events that several processes use, without timing. Any of these processes may record the event; a wait waits for
+   * the latest recording at the time of the call. The process that created the event keeps it while others use it.
+   * event_open is for other processes than that one. Each destroys its own like any event. */
   int (*event_create_shared)(struct kvs_device *, kvs_event *, struct kvs_error *);
   int (*event_share)(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
   int (*event_open)(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);

@@ -188,8 +188,8 @@ static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, 
   return code ? kvs_file_fail(err, code, "reserving the space of %.200s/%s", root->path, store_name) : status;
 }
 
-/* The name of a new directory and, in a shared one, that of the directory around it. The root of a file system has no
- * name; a parent that may not be read is left to its owner. */
+/* Sync the parent of a new directory, which holds its name; for a shared store, where each writer has a directory, also
+ * the parent's parent. Stops at the root of the file system. Skips a parent that this process may not read. */
 static int sync_above(struct kvs_file_store *store, const struct kvs_file_root *root) {
   static const char *const above[] = {"..", "../.."};
   struct stat own, there;

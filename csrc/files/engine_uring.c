@@ -1,8 +1,8 @@
 /* File engine on io_uring: a few threads, each with one ring and many requests in flight. Used if kvswap is built with
  * liburing and the kernel permits io_uring. Requests that arrive while a thread is busy are submitted in one system
- * call. Staging and scratch are registered when the ring is made, and file descriptors that stay open when they are
- * first used; registration is optional. A poll of the queue's eventfd in the ring wakes a thread that waits for
- * completions.
+ * call. Staging and scratch are registered when the ring is made. File descriptors that stay open are registered at
+ * their first use. Without registration the engine works too. A thread that waits for completions also polls the
+ * queue's eventfd in its ring, so a new request wakes it.
  *
  * Requests outlive a process that is killed: with O_DIRECT the kernel ends the process while the disk still writes. The
  * next process must not read the files before that. So queue->kept is registered in each ring: the kernel closes these

@@ -19,7 +19,7 @@ void kvs_file_span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *p
 uint8_t *kvs_file_memory_of(const struct kvs_file_item *item) { return (uint8_t *)(uintptr_t)item->address; }
 
 /* In staging, the block directly follows its header. Other memory is read and written in place up to its last whole
- * page. A block in parts goes through scratch, and so does with O_DIRECT memory that is not page-aligned. */
+ * page. Two kinds of blocks go through scratch: those in parts, and with O_DIRECT those that are not page-aligned. */
 bool kvs_file_is_in_place(const struct kvs_file_item *item) {
   if (item->transfer->nparts) return false;
   return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;

@@ -1,5 +1,5 @@
-/* Checks every address that a kernel will access, in the order of access: first its tables, then the memory they point
- * at. Addresses come from the twins' own functions, so the checked addresses are the used ones. */
+/* Checks every address that a kernel will access, in the order of access: first its tables, then the memory that they
+ * point at. The kernels' C twins compute their addresses by the same functions, so no other address is used. */
 #include "host/kernel.h"
 
 #include <string.h>

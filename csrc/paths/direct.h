@@ -4,8 +4,8 @@
 
 #include "lanes/state.h"
 
-/* Whether AUTO takes it for every transfer of the engine. A deterministic device runs the programs of the other paths
- * instead. */
+/* Whether AUTO takes path direct for every transfer of the engine. Not on deterministic devices: they are for testing
+ * the programs of the other paths. */
 bool kvs_prefers_direct(const struct kvs_engine *);
 
 #endif

@@ -233,8 +233,8 @@ static bool sets_take(struct kvs_engine *engine, struct kvs_slots *taken) {
   return over;
 }
 
-/* A reclaim task: freeing waits for the device. Transfers go other ways until the new sets are there. `what`: the bytes
- * of a slot, a multiple of TINY_NBYTES, and their number. */
+/* A reclaim task, because freeing waits for the device. Transfers take other paths until the new sets are there. `what`
+ * is no pointer but a sum: the bytes of a slot, a multiple of TINY_NBYTES, plus the number of slots. */
 static int resize_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   uint64_t slot_nbytes = (uint64_t)(uintptr_t)what / TINY_NBYTES * TINY_NBYTES;
   unsigned count = (unsigned)((uint64_t)(uintptr_t)what - slot_nbytes);

@@ -39,8 +39,12 @@ _MOST_DAMAGED = 3  # reads in a row, until a new epoch is written over it
 
 
 class Epoch:
-    """slots: addresses of SLOT_NBYTES registered bytes, for readers and then one for each failed read, from the first
-    again when all were used. turn: of loads, beside which a read would spin. Any thread may call."""
+    """The epoch of an identity: threads read its object from the nodes again and again. Any thread may call.
+
+    slots: addresses of SLOT_NBYTES registered bytes each. A reader takes one; after a read that failed it takes the
+    next one, round and round, because late bytes may still arrive in the old one. turn: the lock by which loads take
+    turns; a read of the epoch takes its turn, too.
+    """
 
     def __init__(self, client: Client, identity: bytes, secret: bytes | None, slots: list[int], turn: Turn) -> None:
         self._client, self._identity, self._secret, self._turn = client, identity, secret, turn

@@ -392,8 +392,8 @@ static void test_loss_in_a_burst(enum kvs_direction direction) {
 
 /* -- the slots of bursts --------------------------------------------------------------------------------------- */
 
-/* As when a device opens, with calls of the driver refused: of a GPU that has 64 MiB for a slot, or of a host device.
- */
+/* Open the slots again, as opening a device does, while a fault makes calls of the driver fail. kind "cuda": with slots
+ * as large as a GPU's, 64 MiB; "host": as a host device's. */
 static void open_slots(struct kvs_engine *engine, const char *kind, const char *operation, uint64_t nth,
                        uint64_t every) {
   struct kvs_device *device = engine->device;

@@ -1,5 +1,6 @@
-/* Transfers between pools, where it takes C to get at them: pools that come and go, events that are refused, failures
- * in groups, and what the race checker makes of transfers that have ended. tests/core/test_pool.py has the rest. */
+/* Transfers between pools, in cases that only C can produce: pools that open and close meanwhile, refused events,
+ * failures in groups, and what the race checker knows of transfers that have ended. The others are in
+ * tests/core/test_pool.py. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
-"""What path burst promises beyond right bytes: a transfer holds up none of another lane, no stale bytes of a slot get
-out, and layers come one by one."""
+"""What path burst promises beyond right bytes: a transfer delays no transfer of another lane, a slot's former bytes
+never reach a destination, and layers complete one by one."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 

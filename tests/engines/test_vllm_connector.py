@@ -516,8 +516,8 @@ def test_the_reports_of_ranks_are_joined(connector: Any, monkeypatch: pytest.Mon
 
 
 class Stores:
-    """A scheduler's side with a manager, as vLLM's: a job forgets the order of its keys, and ends when each of two
-    ranks has reported it."""
+    """Stands in for vLLM's scheduler side and its offloading manager. As there, a store job keeps its keys as a set,
+    without their order, and ends when both of two ranks have reported it."""
 
     def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made, self.completed, self.counted = made, [], []

@@ -122,8 +122,8 @@ def interrupt(world: World) -> None:
 
 @operation(0.25, "testing.fault", "testing.deterministic_device", "testing.step", "testing.trace", alone=True)
 def lose_a_device(world: World) -> None:
-    """A host device of its own is lost at a random call: every transfer ends, done or failed, and what is done is
-    right; no call is taken any more."""
+    """A host device of this operation's own is lost at a random call. Every transfer ends, done or failed; those that
+    are done have right bytes; further calls are refused."""
     seed, nth, code = world.rng.getrandbits(30) | 1, world.rng.randint(1, 60), world.rng.choice((700, 719))
     world.say(f"lose device {seed} at call {nth} with {code}")
     device = testing.deterministic_device(seed)
