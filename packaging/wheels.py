@@ -180,6 +180,8 @@ def main():
     args = parser.parse_args()
 
     zig()  # before anything is built
+    if not shutil.which("make"):
+        raise SystemExit("there is no make, which builds liburing: apt-get install make")
     found = interpreters(args.python)
     if missing := [version for version in VERSIONS if version not in found]:
         print(f"left out, for there is no interpreter: {', '.join(missing)}", file=sys.stderr)

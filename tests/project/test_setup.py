@@ -184,6 +184,27 @@ def test_the_scripts_explain_themselves_without_their_tools(script: str) -> None
     assert done.returncode == 0 and "--liburing" in done.stdout, done.stderr
 
 
+def test_without_make_no_wheel_is_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    import wheels
+
+    monkeypatch.setattr(wheels, "zig", lambda: Path("zig"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(
+        sys, "argv", ["wheels.py", "x.tar.gz", "--liburing", "y.tar.gz", "--out", str(tmp_path / "out")]
+    )
+    with pytest.raises(SystemExit, match="apt-get install make"):
+        wheels.main()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+@pytest.mark.parametrize("made", [".release/bin/python", "liburing_2.9.orig.tar.gz", "dist/x.whl", "wheelhouse/x.whl"])
+def test_what_a_release_makes_leaves_the_checkout_clean(made: str) -> None:
+    done = subprocess.run(["git", "check-ignore", "-q", made], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def test_headers_of_debians_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "packaging"))
     import wheels
