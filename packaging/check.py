@@ -31,7 +31,7 @@ HEADERS = ("kvswap.h", "kvswap_version.h", "kvswap_capi.h")
 FILES = ["kvswap/__init__.py", "kvswap/_C.pyi", "kvswap/py.typed", "kvswap/data/"]
 DATA = ("alerts.yml", "grafana-dashboard.json")  # in share/kvswap/monitoring
 FILES += [f"kvswap/include/{name}" for name in HEADERS]
-PATHS = re.compile(rb"/(?:home|root|tmp|work|build|usr/src|usr/local)/[\w./+-]+")  # where builds happen
+PATHS = re.compile(rb"(?<!\w)/(?:home|root|tmp|work|build|usr/src|usr/local)/[\w./+-]+")  # where builds happen
 FATBIN = b"\x50\xed\x55\xba\x01\x00"
 LEFT_OUT = {".gitignore"}  # of an sdist
 ADDED = re.compile(r"PKG-INFO|setup\.cfg|kvswap\.egg-info/.*")  # to an sdist, by setuptools
@@ -105,9 +105,10 @@ def check_wheel(path, release):
             yield "has a stub without the docstrings of the C code"
         if sum("dist-info/licenses/" in name for name in names) < 2:
             yield "lacks a license"
-        extensions = [name for name in names if name.endswith(".so") and not name.startswith("kvswap/_testing.")]
-        if release and any(name.startswith("kvswap/_testing.") for name in names):
+        extensions = [name for name in names if name.endswith(".so")]
+        if bindings := [name for name in extensions if name.startswith("kvswap/_testing.")]:
             yield "has test bindings"
+            extensions.remove(bindings[0])
         if len(extensions) != 1:
             yield f"has {len(extensions)} extensions: {', '.join(extensions)}"
         for name in extensions:

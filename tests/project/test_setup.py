@@ -246,6 +246,15 @@ def test_what_a_fatbin_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- a build without test bindings ------------------------------------------------------------------------------------
 
 
+def test_paths_of_the_build_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("elftools", reason="packaging/check.py needs pyelftools; .ci/run's wheel step runs it")
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    import check
+
+    assert check.PATHS.findall(b"\0/build/x.c\0'/usr/src/x', /tmp/y") == [b"/build/x.c", b"/usr/src/x", b"/tmp/y"]
+    assert check.PATHS.findall(b"'/proc/PID/root/dev/shm' is that of a container") == []  # a docstring's
+
+
 def test_testing_says_what_a_wheel_lacks() -> None:
     done = run_python(
         """
