@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,31 +51,18 @@ class NotReady(ManagerError):
 def error_of(answer: Answer) -> Exception:
     if answer.code == "full":
         return _C.QueueFull(answer.message)
-    if answer.code == "not_ready":
-        return NotReady(answer.code, answer.message)
-    return ManagerError(answer.code, answer.message)
-
-
-def _new_future() -> Future:
-    return concurrent.futures.Future()
-
-
-@dataclass(eq=False)
-class _Sent:
-    """A task that was sent. future: its Result."""
-
-    task: Task
-    future: Future
+    return (NotReady if answer.code == "not_ready" else ManagerError)(answer.code, answer.message)
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request. future: its Answer, or ManagerError if no answer can arrive."""
+    """A request. answer: its Answer, also if none can arrive. task: of a Submit. result: the task's Result."""
 
     number: int
-    future: Future
     data: bytes | None  # None once sent
-    sent: _Sent | None  # the task of a Submit
+    task: Task | None
+    answer: Future = field(default_factory=concurrent.futures.Future)
+    result: Future = field(default_factory=concurrent.futures.Future)
     left: bool = False  # the caller has stopped waiting
 
 
@@ -89,9 +76,9 @@ class Link:
         self._lock = threading.Lock()
         self._requests: dict[int, Asked] = {}  # unanswered; guarded by _lock, as all fields below
         self._outgoing: deque[Asked] = deque()
-        self._tasks: dict[str, _Sent] = {}  # unended or uncollected
-        self._ended: deque[_Sent] = deque()  # uncollected, in the order in which they ended
-        self._getters: deque[Future] = deque()  # each receives one ended _Sent
+        self._tasks: dict[str, Asked] = {}  # unended or uncollected
+        self._ended: deque[Asked] = deque()  # uncollected, in the order in which they ended
+        self._waiters: set[Future] = set()  # set when the next task ends
         self._known_losses: dict[int, int] = {}  # GPU block -> number of the loss that a collected result has reported
         self._untold_losses: dict[int, str] = {}  # GPU block -> task; lost with rank 0, not yet reported to the caller
         self._closed = False
@@ -119,7 +106,7 @@ class Link:
         with self._own():
             return self._ask_locked(kind(next(self._numbers), *args), None)
 
-    def _ask_locked(self, message: Any, sent: _Sent | None) -> Asked:
+    def _ask_locked(self, message: Any, task: Task | None) -> Asked:
         if self._closed:
             raise _C.Error("the client is closed")
         try:
@@ -128,7 +115,7 @@ class Link:
             raise type(error)(f"this cannot be sent: {error}") from None
         if len(data) > messages.MAX_MESSAGE_NBYTES:
             raise ValueError(f"the message has {len(data)} bytes; {messages.MAX_MESSAGE_NBYTES} are the most")
-        asked = self._requests[message.request] = Asked(message.request, _new_future(), data, sent)
+        asked = self._requests[message.request] = Asked(message.request, data, task)
         self._outgoing.append(asked)
         os.eventfd_write(self._wake, 1)
         return asked
@@ -140,34 +127,34 @@ class Link:
             name = task.transfer_task_id
             if name in self._tasks:
                 raise ValueError(f"transfer_task_id {name!r} is of a task whose result is not collected")
-            known: set[int] = set()
-            if task.event_type == Kind.SWAP2CPU:
-                self._refuse_untold_locked(task)
-                known = {loss for block in task.gpu_block_ids if (loss := self._known_losses.get(block)) is not None}
-            sent = _Sent(task, _new_future())
-            asked = self._ask_locked(Submit(next(self._numbers), task, sorted(known)), sent)
-            self._tasks[name] = sent
+            if why := self._untold_locked(task):
+                raise ManagerError("refused", why)
+            reads = task.gpu_block_ids if task.event_type == Kind.SWAP2CPU else []
+            known = {self._known_losses[block] for block in reads if block in self._known_losses}
+            asked = self._ask_locked(Submit(next(self._numbers), task, sorted(known)), task)
+            self._tasks[name] = asked
             return asked
 
-    def _refuse_untold_locked(self, task: Task) -> None:
-        for i, block in enumerate(task.gpu_block_ids if self._untold_losses else ()):
+    def _untold_locked(self, task: Task) -> str:
+        """Why a task reads a block that is lost without the caller's knowledge; empty if it reads none."""
+        for i, block in enumerate(task.gpu_block_ids if task.event_type == Kind.SWAP2CPU else ()):
             if block in self._untold_losses:
                 why = f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed"
-                raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first")
+                return f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first"
+        return ""
 
     def give_up(self, asked: Asked) -> bool:
-        """The caller stops waiting. True: the request was not sent and will not be. False: check the future once more.
-        If the future is not done then, it stays so; if rank 0 takes the task all the same, the task ends with a
-        Result."""
+        """The caller stops waiting. True: the request was not sent and will not be. False: check the answer once more.
+        If there is none then, it stays so; if rank 0 takes the task all the same, the task ends with a Result."""
         with self._own():
-            if asked.future.done():
+            if asked.answer.done():
                 return False
             asked.left = True
             unsent = asked.data is not None
             if unsent:
                 self._outgoing.remove(asked)
-                self._discard_locked(asked.sent)
-            if unsent or asked.sent is None:
+                self._discard_locked(asked)
+            if unsent or asked.task is None:
                 self._requests.pop(asked.number, None)
             return unsent
 
@@ -180,54 +167,41 @@ class Link:
         with self._own():
             if task_id not in self._tasks:
                 raise ValueError(f"no task {task_id!r} is under way here, or its result was collected")
-            return self._tasks[task_id].future
+            return self._tasks[task_id].result
 
-    def collect(self, result: Result) -> None:
-        """The caller has received this result, and so has been told which blocks are lost."""
+    def collect(self, result: Result) -> Result:
+        """The caller receives this result, and so is told which blocks are lost."""
         with self._own():
-            for block, number in result.lost.items():  # numbers rise
-                self._known_losses[block] = max(number, self._known_losses.get(block, 0))
-            for block in result.gpu_block_ids if self._untold_losses else ():
-                if self._untold_losses.get(block) == result.transfer_task_id:
-                    del self._untold_losses[block]
-            sent = self._tasks.get(result.transfer_task_id)
-            if sent is not None and sent.future.done() and sent.future.result() is result:
-                self._discard_locked(sent)
+            return self._collect_locked(result)
 
-    def next_ended(self) -> Future:
-        """A future of the next ended task with an uncollected Result."""
-        future = _new_future()
+    def _collect_locked(self, result: Result) -> Result:
+        for block, number in result.lost.items():  # numbers rise
+            self._known_losses[block] = max(number, self._known_losses.get(block, 0))
+        for block in result.gpu_block_ids if self._untold_losses else ():
+            if self._untold_losses.get(block) == result.transfer_task_id:
+                del self._untold_losses[block]
+        asked = self._tasks.get(result.transfer_task_id)
+        if asked is not None and asked.result.done() and asked.result.result() is result:
+            self._discard_locked(asked)
+        return result
+
+    def collect_next(self) -> Result | Future:
+        """The Result of the task that ended first; else a future, for leave(), that is done when a task ends."""
         with self._own():
             if self._ended:
-                sent = self._ended[0]
-                self._discard_locked(sent)
-                future.set_result(sent)
-            else:
-                self._getters.append(future)
-        return future
+                return self._collect_locked(self._ended[0].result.result())
+            waiter: Future = concurrent.futures.Future()
+            self._waiters.add(waiter)
+            return waiter
 
-    def leave_getters(self, future: Future) -> Result | None:
-        """Stop waiting for this future. Returns a Result that has arrived meanwhile."""
-        with self._own(), contextlib.suppress(ValueError):
-            self._getters.remove(future)
-        return future.result().future.result() if future.done() else None
-
-    def give_back(self, future: Future) -> None:
-        """Stop waiting for this future. A Result that has arrived meanwhile goes to the next caller."""
-        if self.leave_getters(future) is None:
-            return
-        sent = future.result()
+    def leave(self, waiter: Future) -> None:
         with self._own():
-            if self._getters:
-                self._getters.popleft().set_result(sent)
-                return
-            self._tasks.setdefault(sent.task.transfer_task_id, sent)
-            self._ended.appendleft(sent)
+            self._waiters.discard(waiter)
 
     @property
     def under_way(self) -> int:
         with self._own():
-            return sum(not sent.future.done() for sent in self._tasks.values())
+            return sum(not asked.result.done() for asked in self._tasks.values())
 
     def stop(self) -> None:
         """Called by the garbage collector, on any thread and under any lock: sets a flag that the thread reads at its
@@ -247,21 +221,51 @@ class Link:
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def _discard_locked(self, sent: _Sent | None) -> None:
+    def _discard_locked(self, asked: Asked) -> None:
         """Forget a task that was refused, or whose result was collected."""
-        if sent is None:
-            return
-        if self._tasks.get(sent.task.transfer_task_id) is sent:
-            del self._tasks[sent.task.transfer_task_id]
-        with contextlib.suppress(ValueError):
-            self._ended.remove(sent)
+        if asked.task is not None and self._tasks.get(asked.task.transfer_task_id) is asked:
+            del self._tasks[asked.task.transfer_task_id]
+            with contextlib.suppress(ValueError):
+                self._ended.remove(asked)
 
-    def _end_locked(self, sent: _Sent, result: Result) -> None:
-        sent.future.set_result(result)
-        self._ended.append(sent)
-        if self._getters:
-            self._discard_locked(sent)
-            self._getters.popleft().set_result(sent)
+    def _end_locked(self, asked: Asked, result: Result) -> None:
+        asked.result.set_result(result)
+        self._ended.append(asked)
+        for waiter in self._waiters:
+            waiter.set_result(None)
+        self._waiters.clear()
+
+    def _answer_locked(self, answer: Answer) -> None:
+        asked = self._requests.pop(answer.request, None)
+        if asked is None:
+            return
+        if answer.code != "ok":
+            self._discard_locked(asked)
+        if not asked.left:
+            asked.answer.set_result(answer)
+
+    def _fail_all(self, code: str, why: str, *, unsent: bool = False) -> None:
+        """Answer every request with an error, and end every taken task as failed. A task with an unknown answer gets
+        one of the two. unsent: also fail requests that were not sent yet."""
+        with self._lock:
+            if unsent:
+                self._outgoing.clear()
+            for asked in list(self._requests.values()):
+                if asked.left:
+                    del self._requests[asked.number]  # its task ends below
+                elif unsent or asked.data is None:
+                    self._answer_locked(Answer(asked.number, code, why))
+            for asked in list(self._tasks.values()):
+                task = asked.task
+                if task is not None and asked.data is None and not asked.result.done():
+                    if task.event_type == Kind.SWAP2GPU:
+                        self._untold_losses.update(dict.fromkeys(task.gpu_block_ids, task.transfer_task_id))
+                    self._end_locked(asked, result_of(task, False, 0, why))
+            self._known_losses.clear()  # the numbers came from the rank 0 that died
+            for asked in list(self._outgoing):
+                if asked.task is not None and (lost := self._untold_locked(asked.task)):
+                    self._outgoing.remove(asked)
+                    self._answer_locked(Answer(asked.number, "refused", lost))
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -304,14 +308,10 @@ class Link:
         if self._wake in ready:
             os.eventfd_read(self._wake)
         self._take(socket)
-        if self._dying is not None and time.monotonic() > self._dying:
-            self._bury()
-
-    def _bury(self) -> None:
-        """The connection has ended and all its messages were read: fail what is unanswered."""
-        who = f"rank 0 (process {self._pid})" if self._pid else "rank 0"
-        self._pid, self._dying = 0, None
-        self._fail_all("died", f"{who}, which hands out the tasks, died or ended the connection")
+        if self._dying is not None and time.monotonic() > self._dying:  # all that rank 0 had sent was read
+            who = f"rank 0 (process {self._pid})" if self._pid else "rank 0"
+            self._pid, self._dying = 0, None
+            self._fail_all("died", f"{who}, which hands out the tasks, died or ended the connection")
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         """Send queued requests. True: some are left that cannot be sent now."""
@@ -343,67 +343,21 @@ class Link:
             except (msgspec.MsgspecError, ValueError) as error:
                 self._warn("malformed message of the manager: %s", error)
                 continue
-            if isinstance(message, Answer):
-                self._answered(message)
-            elif isinstance(message, Result):
-                self._end(message)
-            else:
-                self._say_bye(socket)
+            with self._lock:
+                if isinstance(message, Answer):
+                    self._answer_locked(message)
+                elif isinstance(message, Result):
+                    asked = self._tasks.get(message.transfer_task_id)
+                    if asked is not None and not asked.result.done():
+                        self._end_locked(asked, message)
+                else:
+                    self._say_bye(socket)
 
     def _warn(self, text: str, what: object) -> None:
         """Log at most once a second."""
         if time.monotonic() - self._warned > 1.0:
             self._warned = time.monotonic()
             _log.warning(text, what)
-
-    def _answered(self, answer: Answer) -> None:
-        with self._lock:
-            asked = self._requests.pop(answer.request, None)
-            if asked is None:
-                return
-            if answer.code != "ok":
-                self._discard_locked(asked.sent)
-            if not asked.left:
-                asked.future.set_result(answer)
-
-    def _end(self, result: Result) -> None:
-        with self._lock:
-            sent = self._tasks.get(result.transfer_task_id)
-            if sent is not None and not sent.future.done():
-                self._end_locked(sent, result)
-
-    def _fail_all(self, code: str, why: str, *, unsent: bool = False) -> None:
-        """Answer every request with an error, and end every taken task as failed. A task with an unknown answer gets
-        one of the two. unsent: also fail requests that were not sent yet."""
-        with self._lock:
-            for asked in [asked for asked in self._requests.values() if unsent or asked.data is None]:
-                del self._requests[asked.number]
-                if not asked.left:
-                    self._discard_locked(asked.sent)
-                    asked.future.set_exception(ManagerError(code, why))
-            if unsent:
-                self._outgoing.clear()
-            waiting = {asked.sent for asked in self._outgoing}
-            for sent in list(self._tasks.values()):
-                if sent not in waiting and not sent.future.done():
-                    if sent.task.event_type == Kind.SWAP2GPU:
-                        self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
-                    self._end_locked(sent, result_of(sent.task, False, 0, why))
-            self._known_losses.clear()  # the numbers came from the rank 0 that died
-            self._refuse_unsent_locked()
-
-    def _refuse_unsent_locked(self) -> None:
-        """Refuse unsent tasks that read blocks lost just now."""
-        for asked in list(self._outgoing):
-            if asked.sent is None or asked.sent.task.event_type != Kind.SWAP2CPU:
-                continue
-            try:
-                self._refuse_untold_locked(asked.sent.task)
-            except ManagerError as error:
-                self._outgoing.remove(asked)
-                del self._requests[asked.number]
-                self._discard_locked(asked.sent)
-                asked.future.set_exception(error)
 
 
 @atexit.register

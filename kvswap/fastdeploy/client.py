@@ -31,20 +31,8 @@ from kvswap._timeouts import seconds
 
 try:
     from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
-    from kvswap.fastdeploy.manager import places
-    from kvswap.fastdeploy.manager.messages import (
-        Answer,
-        Attach,
-        Clear,
-        Drain,
-        GetHandles,
-        GetStatus,
-        Handles,
-        Kind,
-        Restore,
-        Result,
-        Task,
-    )
+    from kvswap.fastdeploy.manager import messages, places
+    from kvswap.fastdeploy.manager.messages import Answer, Handles, Kind, Result, Task
 except ModuleNotFoundError as error:
     if error.name not in ("zmq", "msgspec"):
         raise
@@ -57,25 +45,6 @@ SWAP2CPU, SWAP2GPU = Kind.SWAP2CPU, Kind.SWAP2GPU
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-def _make_task(
-    kind: int,
-    gpu_block_ids: Sequence[int],
-    cpu_block_ids: Sequence[int],
-    task_id: str | None,
-    node_ids: Sequence[int | str],
-    events: Sequence[bytes | None] | None,
-) -> Task:
-    return Task(
-        transfer_task_id=uuid.uuid4().hex if task_id is None else task_id,
-        event_type=int(kind),
-        gpu_block_ids=[int(i) for i in gpu_block_ids],
-        cpu_block_ids=[int(i) for i in cpu_block_ids],
-        swap_node_ids=list(node_ids),
-        events=None if events is None else list(events),
-    )
-
 
 _READY_EVERY = 0.05
 _MOST_SECONDS = 86400.0  # that the manager takes
@@ -102,7 +71,7 @@ def _limit(timeout: float | None) -> float:
 
 
 class _Calls:
-    """What both clients do. Only the waits differ: see _wait() and _sleep()."""
+    """What both clients do. Only how they wait differs: see _wait()."""
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, port: int = 9923, data_parallel_id: int = 0
@@ -111,62 +80,36 @@ class _Calls:
         self._link = Link(self.directory)
         self._finalizer = weakref.finalize(self, self._link.stop)  # stop() does not wait
 
-    def _body(self, asked: Asked, timeout: float) -> Any:
-        """The answer's body. Raises the answer's error, or TimeoutError if there is no answer."""
-        unsent = self._link.give_up(asked)  # has no effect if the answer has arrived
-        if not asked.future.done():
-            if unsent:
-                raise TimeoutError(f"{self.directory}: nobody took the message in {timeout:g} s: does rank 0 run?")
-            raise TimeoutError(f"{self.directory}: rank 0 did not answer in {timeout:g} s")
-        answer: Answer = asked.future.result()
-        if answer.code != "ok":
-            raise error_of(answer)
-        return answer.body
-
-    def _next(self, future: Future, timeout: float) -> Result:
-        result = self._link.leave_getters(future)
-        if result is None:
-            raise TimeoutError(f"no task has ended in {timeout:g} s")
-        self._link.collect(result)
-        return result
-
-    def _ended(self, task_id: str, future: Future, timeout: float) -> Result:
-        if not future.done():
-            raise TimeoutError(f"task {task_id} has not ended after {timeout:g} s")
-        result: Result = future.result()
-        self._link.collect(result)
-        return result
-
     async def _wait(self, future: Future, timeout: float) -> None:
         """Wait until the future is done or the time is over. Other callers may wait for it too."""
         raise NotImplementedError
 
-    async def _sleep(self, seconds: float) -> None:
-        raise NotImplementedError
-
     async def _answer(self, asked: Asked, timeout: float) -> Any:
+        """The answer's body. Raises the answer's error, or TimeoutError if there is no answer."""
         try:
-            await self._wait(asked.future, timeout)
-        except BaseException:  # Ctrl-C, or cancelled
-            self._link.give_up(asked)
-            raise
-        return self._body(asked, timeout)
+            await self._wait(asked.answer, timeout)
+        finally:  # also after Ctrl-C, or cancelled
+            unsent = self._link.give_up(asked)  # has no effect if the answer has arrived
+        if not asked.answer.done():
+            if unsent:
+                raise TimeoutError(f"{self.directory}: nobody took the message in {timeout:g} s: does rank 0 run?")
+            raise TimeoutError(f"{self.directory}: rank 0 did not answer in {timeout:g} s")
+        answer: Answer = asked.answer.result()
+        if answer.code != "ok":
+            raise error_of(answer)
+        return answer.body
 
     async def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
         limit = _limit(timeout)
         await self._answer(self._link.ask(kind, min(limit, _MOST_SECONDS), *args), limit + _LATER)
-
-    async def _status(self, timeout: float) -> dict[str, Any]:
-        limit = _limit(timeout)
-        body: dict[str, Any] = await self._answer(self._link.ask(GetStatus), limit)
-        return body
 
     async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
         timeout = _limit(timeout)
         end = time.monotonic() + timeout
         while True:
             try:
-                status = await self._status(max(0.1, end - time.monotonic()))
+                limit = max(0.1, end - time.monotonic())
+                status: dict[str, Any] = await self._answer(self._link.ask(messages.GetStatus), limit)
                 why = missing(status)
             except ManagerError as error:  # it died; it may be started again
                 status, why = {}, str(error)
@@ -174,7 +117,7 @@ class _Calls:
                 return status
             if time.monotonic() > end:
                 raise TimeoutError(f"not ready after {timeout:g} s: {why}")
-            await self._sleep(_READY_EVERY)
+            await self._wait(concurrent.futures.Future(), _READY_EVERY)
 
     def holds(self, task_id: str) -> bool:
         """Whether that task was taken, or may have been, and its result is uncollected."""
@@ -191,9 +134,6 @@ class AsyncClient(_Calls):
 
     async def _wait(self, future: Future, timeout: float) -> None:
         await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout)  # does not cancel the future
-
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
     async def swap(
         self,
@@ -219,7 +159,14 @@ class AsyncClient(_Calls):
         no result. TimeoutError: no answer; the manager may still take the task if it was sent, and then there is a
         result.
         """
-        task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
+        task = Task(
+            transfer_task_id=uuid.uuid4().hex if task_id is None else task_id,
+            event_type=int(kind),
+            gpu_block_ids=[int(i) for i in gpu_block_ids],
+            cpu_block_ids=[int(i) for i in cpu_block_ids],
+            swap_node_ids=list(node_ids),
+            events=None if events is None else list(events),
+        )
         limit = _limit(timeout)
         await self._answer(self._link.submit(task), limit)
         return task.transfer_task_id
@@ -229,7 +176,9 @@ class AsyncClient(_Calls):
         timeout = _limit(timeout)
         future = self._link.result_of(task_id)
         await self._wait(future, timeout)
-        return self._ended(task_id, future, timeout)
+        if not future.done():
+            raise TimeoutError(f"task {task_id} has not ended after {timeout:g} s")
+        return self._link.collect(future.result())
 
     async def next_result(self, timeout: float = 60.0) -> Result:
         """The Result of the next task that ends, in the order of their ends. TimeoutError: none has ended.
@@ -237,17 +186,22 @@ class AsyncClient(_Calls):
         A result is handed out once: wait for a task by this or by result(), not by both.
         """
         timeout = _limit(timeout)
-        future = self._link.next_ended()
-        try:
-            await self._wait(future, timeout)
-        except BaseException:  # Ctrl-C, or cancelled
-            self._link.give_back(future)
-            raise
-        return self._next(future, timeout)
+        end = time.monotonic() + timeout
+        while not isinstance(found := self._link.collect_next(), Result):
+            try:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no task has ended in {timeout:g} s")
+                await self._wait(found, left)
+            finally:
+                self._link.leave(found)
+        return found
 
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """State, ranks and tasks, as `kvswap manager status` prints them."""
-        return await self._status(timeout)
+        limit = _limit(timeout)
+        status: dict[str, Any] = await self._answer(self._link.ask(messages.GetStatus), limit)
+        return status
 
     async def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the manager takes tasks; returns the status. TimeoutError says what is missing."""
@@ -266,7 +220,7 @@ class AsyncClient(_Calls):
 
         If the managers created the caches, attach() says that the engine has opened the present ones.
         """
-        await self._operate(Attach, timeout, None if handles is None else list(handles))
+        await self._operate(messages.Attach, timeout, None if handles is None else list(handles))
 
     async def clear(self, timeout: float = 60.0) -> None:
         """Refuse new tasks, let tasks under way end, and make all ranks free their caches or close the engine's. Does
@@ -274,16 +228,16 @@ class AsyncClient(_Calls):
 
         ManagerError, TimeoutError: name the rank that failed and why; calling clear() again continues.
         """
-        await self._operate(Clear, timeout)
+        await self._operate(messages.Clear, timeout)
 
     async def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """Undo clear(): all ranks allocate host memory again, and create the caches or open the engine's. handles: as
         in attach()."""
-        await self._operate(Restore, timeout, None if handles is None else list(handles))
+        await self._operate(messages.Restore, timeout, None if handles is None else list(handles))
 
     async def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
         """Refuse new tasks, and return when none is under way. undo: take tasks again."""
-        await self._operate(Drain, timeout, undo)
+        await self._operate(messages.Drain, timeout, undo)
 
     async def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
         """For each rank a dict: the "generation" of the caches that it created, and "handles" for kvswap.memory.open().
@@ -292,7 +246,7 @@ class AsyncClient(_Calls):
         new caches: the manager takes no task until handles() or attach() is called again.
         """
         limit = _limit(timeout)
-        body: list[dict[str, Any]] = await self._answer(self._link.ask(GetHandles), limit)
+        body: list[dict[str, Any]] = await self._answer(self._link.ask(messages.GetHandles), limit)
         return body
 
     async def close(self) -> None:
@@ -337,9 +291,6 @@ class Client(_Calls):
     async def _wait(self, future: Future, timeout: float) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             future.exception(timeout)
-
-    async def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     swap = _blocking(AsyncClient.swap)
     result = _blocking(AsyncClient.result)

@@ -409,17 +409,16 @@ def test_a_process_that_has_ended_can_be_watched() -> None:
     os.close(watch)
 
 
-def test_the_order_of_what_is_given_back(folder: Path) -> None:
-    """A result that came for somebody who waits no longer is the next one's, also if its name is used again."""
-    with Client(folder) as client:
-        link = client._link
-        task = _link.Task("a", SWAP2CPU, [1], [1])
-        first = link.next_ended()
-        link.submit(task)
-        link._end(messages.result_of(task, False, 0, "it broke"))
-        link.submit(task)
-        link.give_back(first)
-        assert client.next_result(1).reason == "it broke" and client.under_way == 1
+def test_a_task_ends_while_a_caller_stops_waiting(folder: Path) -> None:
+    """The result stays for the next caller."""
+    with Fake(folder, TAKES) as fake, Client(folder) as client:
+        waiter: Any = client._link.collect_next()
+        client.swap(SWAP2CPU, [1], [1], task_id="a")
+        fake.kill()
+        until(waiter.done, "the end of the task")
+        client._link.leave(waiter)
+        assert client.next_result(PATIENCE).transfer_task_id == "a" and not client._link._waiters
+        nothing_left(client)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
