@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvswap.fastdeploy.manager import arguments, coordinator, outbox
+from kvswap.fastdeploy.manager import arguments, coordinator
 from kvswap.fastdeploy.manager.coordinator import Coordinator
 from kvswap.fastdeploy.manager.messages import (
     Answer,
@@ -231,25 +231,29 @@ def test_a_late_end_changes_nothing() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_itself() -> None:
-    """What it cannot take is kept in order, results count as its own tasks, and all is delivered once."""
+    """Results that it cannot take are kept in order and delivered once; it is not served before, and others are."""
     world = World("--queue_limit", "2")
-    world.submit("a", b"slow")
+    for name in ("a", "b"):
+        world.submit(name, b"slow")
     world.taken.add(b"slow")
-    for rank in range(RANKS):
-        world.end(rank)
-    world.coordinator.ask(b"slow", GetStatus(7))
+    world.coordinator.ask(b"slow", GetStatus(7))  # its answer cannot be sent
+    world.end_all()
     assert world.coordinator.undelivered == 2 and world.results(b"slow") == []
-    world.submit("b", b"slow")
-    world.later(0.5)
-    world.submit("c", b"slow")  # it has one under way, and one that it did not read
-    assert world.coordinator.under_way == 1
-    assert world.submit("d") == "ok" and world.coordinator.under_way == 2
     world.taken.clear()
+    assert world.submit("c", b"slow") == "" and world.coordinator.under_way == 0
+    assert world.submit("d") == "ok" and world.coordinator.under_way == 1
     world.later(0.5)
-    assert [type(message) for message in world.said[b"slow"]] == [Answer, Result, Answer, Answer, Answer]
-    assert "and it has not read 1 results" in world.said[b"slow"][-1].message
+    assert [type(message) for message in world.said[b"slow"]] == [Answer, Answer, Result, Result]
+    assert [result.transfer_task_id for result in world.results(b"slow")] == ["a", "b"]
     world.end_all()
     assert world.coordinator.undelivered == 0 and world.submit("c", b"slow") == "ok"
+
+
+def test_a_task_whose_answer_cannot_be_sent_is_not_taken() -> None:
+    world = World()
+    world.taken.add(b"slow")
+    assert world.submit("a", b"slow") == "" and world.coordinator.under_way == 0
+    assert world.submit("a") == "ok"
 
 
 def test_others_have_room_whatever_one_does() -> None:
@@ -261,6 +265,7 @@ def test_others_have_room_whatever_one_does() -> None:
         if i % 5 == 0:
             world.end_all()
     world.end_all()
+    assert world.coordinator.undelivered == 0  # no task of it was taken
     assert world.submit("a") == "ok"
     world.end_all()
     while world.submit(f"greedy {world.requests}", b"greedy") == "ok":
@@ -272,39 +277,48 @@ def test_others_have_room_whatever_one_does() -> None:
     assert world.submit("more", b"greedy") == "full"
 
 
-def test_a_flush_costs_one_attempt_a_client() -> None:
-    """Thousands of messages that nobody takes are not gone through again and again."""
-    attempts = 0
-
-    def send(client: bytes, message: Any) -> bool:
-        nonlocal attempts
-        attempts += 1
-        return False
-
-    box = outbox.Outbox(send)
-    for i in range(3000):
-        box.deliver(b"%d" % (i % 3), Answer(i, "ok"))
-    attempts = 0
-    box.flush()
-    assert attempts == 3 and len(box) == 3000
+def test_a_flush_costs_one_attempt_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of results that nobody takes are not gone through again and again."""
+    world = World("--queue_limit", "900")
+    for i in range(900):
+        world.submit(f"t{i}", b"%d" % (i % 3))
+    world.taken.update((b"0", b"1", b"2"))
+    world.end_all()
+    attempts: list[bytes] = []
+    monkeypatch.setattr(world.coordinator, "_to_client", lambda client, message: attempts.append(client))
+    world.coordinator.flush()
+    assert len(attempts) == 3 and world.coordinator.undelivered == 900
 
 
-def test_a_client_that_is_gone_while_it_is_sent_to() -> None:
-    box = outbox.Outbox(lambda client, message: here)
-    here = False
+def test_a_client_that_is_gone_while_it_is_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
     for i in range(10):
-        box.deliver(b"c", Answer(i, "ok"))
-        box.deliver(b"d", Answer(i, "ok"))
+        world.submit(f"c{i}", b"c", i)
+        world.submit(f"d{i}", b"d", i)
+    world.taken.update((b"c", b"d"))
+    world.end_all()
+    assert world.coordinator.undelivered == 20
 
     def send(client: bytes, message: Any) -> bool:
-        box.gone(b"c")
+        world.coordinator.gone(b"c")
         return True
 
-    box._send = send
-    box.flush()
-    assert len(box) == 0 and box.results_of(b"c") == 0
-    box.deliver(b"c", Answer(1, "ok"))
-    assert len(box) == 0
+    monkeypatch.setattr(world.coordinator, "_to_client", send)
+    world.coordinator.flush()
+    assert world.coordinator.undelivered == 0
+    monkeypatch.undo()
+    world.taken.clear()
+    assert world.submit("again", b"c") == "ok"
+
+
+def test_a_client_that_ends_with_tasks_under_way() -> None:
+    """They end, and nothing is kept for it."""
+    world = World()
+    world.submit("a", b"dead")
+    world.taken.add(b"dead")
+    world.coordinator.gone(b"dead")
+    world.end_all()
+    assert world.coordinator.under_way == 0 and world.coordinator.undelivered == 0
 
 
 def test_one_client_asks_for_the_same_again_and_again() -> None:
@@ -319,24 +333,21 @@ def test_one_client_asks_for_the_same_again_and_again() -> None:
 
 
 def test_a_client_that_never_reads() -> None:
-    """Its answers are not kept without end, and hold up nobody; its results are, for it may go on."""
+    """Nothing but its results is kept, of as many tasks as it had; it is served again once it has read them."""
     world = World()
     world.submit("b", b"dead")
     world.taken.add(b"dead")
-    most = 0
-    for request in range(10_000):
+    for request in range(1000):
         world.coordinator.ask(b"dead", GetStatus(request))
-        most = max(most, world.coordinator.undelivered)
-    assert most <= outbox._MOST_KEPT + 1 and world.submit("a") == "ok"
+        world.submit(f"more {request}", b"dead")
+    assert world.submit("a") == "ok"
     world.end_all()
-    assert world.coordinator.undelivered == most + 1
+    assert world.coordinator.undelivered == 1
     world.taken.clear()
     world.later(0.5)
     assert world.coordinator.undelivered == 0 and world.last(b"dead").ok
-    world.taken.add(b"dead")
     world.coordinator.ask(b"dead", GetStatus(1))
-    world.coordinator.gone(b"dead")
-    assert world.coordinator.undelivered == 0
+    assert world.said[b"dead"][-1].code == "ok"
 
 
 def test_the_states_of_clearing() -> None:

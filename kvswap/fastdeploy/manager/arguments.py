@@ -219,8 +219,7 @@ def _add_own(group: Any) -> None:
         "--queue_limit",
         type=_at_least(1),
         default=1024,
-        help="limit of tasks under way of all clients, and of one client's tasks and unread results; beyond it "
-        "QueueFull is raised",
+        help="limit of tasks under way of all clients; beyond it QueueFull is raised",
     )
     for name, default, what in (
         ("rank_timeout", 5.0, "a rank without a message for this long counts as dead"),

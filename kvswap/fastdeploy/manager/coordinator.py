@@ -23,10 +23,14 @@ States of a task on rank 0. No lock: only the thread of the process's loop calls
        ended: _report_one() sends the Result, done or failed; out of _pending
 
 _look() (after --task_timeout) and abandon() (the manager stops) move a task from any state to ended, as failed. A rank
-that still works on such a task holds its number in _Rank.overdue until the rank reports Done or is lost. worker.py
-draws a rank's part of a task.
+that still works on such a task holds its number in _Rank.tasks until the rank reports Done or is lost. worker.py draws
+a rank's part of a task.
 
-The Coordinator uses no sockets: `to_client` and `to_rank` send its messages.
+A task reads what the last task before it wrote, in the order in which rank 0 took them. Of each block the last writer
+is kept while it is under way, and after it has failed: the block is then lost, and every task that reads it fails too.
+
+The Coordinator uses no sockets: `to_client` and `to_rank` send its messages. Answers that cannot be sent are dropped,
+and results are kept; their client is not served until it has read them.
 """
 
 from __future__ import annotations
@@ -38,34 +42,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvswap.fastdeploy.manager import messages
 from kvswap.fastdeploy.manager.arguments import Settings
-from kvswap.fastdeploy.manager.messages import (
-    Answer,
-    Attach,
-    Beat,
-    Clear,
-    Do,
-    Done,
-    Drain,
-    FromClient,
-    GetHandles,
-    GetStatus,
-    Handles,
-    Kind,
-    Left,
-    Restore,
-    State,
-    Step,
-    StepDone,
-    Submit,
-    Task,
-    ToClient,
-    ToRank,
-    result_of,
-)
+from kvswap.fastdeploy.manager.messages import Answer, Beat, Do, Done, Handles, Kind, State, Step, StepDone, Task
 from kvswap.fastdeploy.manager.metrics import Metrics
-from kvswap.fastdeploy.manager.outbox import Outbox
-from kvswap.fastdeploy.manager.writes import Write, Writes
 
 __all__ = ["MOST_CLIENTS", "Coordinator", "most_tasks"]
 
@@ -101,25 +81,34 @@ class _Rank:
     leaving: bool = False
     seen: float = 0.0
     abandoned: int = 0  # abandoned swaps: their tasks were reported failed, but they may still run
-    tasks: set[int] = field(default_factory=set)  # sent to the rank and unended
-    overdue: set[int] = field(default_factory=set)  # reported failed while the rank still works on them
+    tasks: set[int] = field(default_factory=set)  # sent to the rank and unended there
 
 
-@dataclass
-class _Pending:
-    """A task under way. reads: the blocks that it reads and whose last write was under way or had failed when the task
-    was taken."""
+@dataclass(eq=False)
+class _Task:
+    """A task under way, or a failed one of which a block is lost.
+
+    reads: the blocks that it reads and whose last writer was under way or had failed when the task was taken.
+    failed: rank and reason of the first failure. began: the rank and the failure of the task that this one began with,
+      which may have failed because of another's block.
+    """
 
     number: int
     client: bytes
     task: Task
     begun: float
-    write: Write
-    reads: dict[int, Write]
-    waiting: set[int] = field(default_factory=set)
-    failed: tuple[int, str] | None = None  # rank and reason of the first failure
+    reads: dict[int, _Task]
+    readers: list[int] = field(default_factory=list)  # later tasks that read one of its blocks
+    waiting: set[int] = field(default_factory=set)  # ranks whose part has not ended
+    failed: tuple[int, str] | None = None
+    began: tuple[int, str] | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    client_gone: bool = False
+
+    def lost(self) -> dict[int, _Task]:
+        """The blocks that it reads whose last writer failed."""
+        return {block: writer for block, writer in self.reads.items() if writer.began is not None}
 
 
 @dataclass
@@ -141,20 +130,20 @@ class Coordinator:
         self,
         settings: Settings,
         state: State,
-        to_client: Callable[[bytes, ToClient], bool],
-        to_rank: Callable[[int, ToRank], None],
+        to_client: Callable[[bytes, messages.ToClient], bool],
+        to_rank: Callable[[int, messages.ToRank], None],
         keep_state: Callable[[State], None],
         metrics: Metrics,
     ) -> None:
         self._settings, self._metrics = settings, metrics
-        self._to_rank, self._keep_state = to_rank, keep_state
-        self._outbox = Outbox(to_client)
+        self._to_client, self._to_rank, self._keep_state = to_client, to_rank, keep_state
+        self._unsent: dict[bytes, deque[messages.Result]] = {}  # results that could not be sent, by client
         self.state = state
         self.ranks = [_Rank(i) for i in range(settings.ranks)]
-        self._pending: dict[int, _Pending] = {}
-        self._of_client: Counter[bytes] = Counter()  # tasks under way, by client
+        self._pending: dict[int, _Task] = {}
         self._ids: set[str] = set()
-        self._writes = {kind: Writes() for kind in Kind}  # SWAP2CPU writes host blocks, SWAP2GPU writes GPU blocks
+        # The last writer of each block, under way or failed. SWAP2CPU writes host blocks, SWAP2GPU writes GPU blocks.
+        self._writers: dict[Kind, dict[int, _Task]] = {kind: {} for kind in Kind}
         self._next = time.time_ns()  # numbers tasks and steps; larger than any number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
@@ -181,8 +170,11 @@ class Coordinator:
         _log.info("rank=%d pid=%d is here", rank, pid)
 
     def _all_opened(self) -> None:
-        """The engine has opened the present caches, with whatever bytes they hold."""
-        self._writes[Kind.SWAP2GPU].clear_failures()
+        """The engine has opened the present caches, with whatever bytes they hold: the losses of clients that have
+        ended concern nobody any more."""
+        writers = self._writers[Kind.SWAP2GPU]
+        for block in [block for block, each in writers.items() if each.client_gone and each.began is not None]:
+            del writers[block]
         self._opened = {rank.number: rank.generation for rank in self.ranks}
 
     def _unopened(self) -> str:
@@ -232,8 +224,12 @@ class Coordinator:
         if operation is not None and operation.waiting is not None and number in operation.waiting:
             self._end_operation("failed", f"rank {number} {why} while it was {operation.what}")
 
-    def leave(self, number: int) -> None:
-        self.ranks[number].leaving = True
+    def leave(self, leave: messages.Leave) -> None:
+        self.ranks[leave.rank].leaving = True
+
+    def _overdue(self, rank: _Rank) -> set[int]:
+        """The tasks that were reported failed while the rank still works on them."""
+        return rank.tasks - self._pending.keys()
 
     def _not_ready(self) -> str:
         """Why no task can be taken; empty if tasks are taken."""
@@ -250,7 +246,7 @@ class Coordinator:
                 return f"rank {rank.number} is stopping"
             if not rank.ready:
                 return f"rank {rank.number} is not ready: {rank.phase}"
-            if rank.overdue:
+            if self._overdue(rank):
                 return f"rank {rank.number} still works on a task that was reported as too slow"
         if self._operation is not None:
             return f"the manager is busy with {self._operation.what}"
@@ -258,80 +254,69 @@ class Coordinator:
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    def ask(self, client: bytes, message: FromClient) -> None:
+    def ask(self, client: bytes, message: messages.FromClient) -> None:
         """A client's request. The answer is sent now, or when the operation ends."""
-        if isinstance(message, Submit):
-            self._submit(client, message)
-        elif isinstance(message, GetStatus):
+        if client in self._unsent:
+            return
+        if isinstance(message, messages.Submit):
+            code, why = self._refusal(client, message.task)
+            if self._answer(client, message.request, code, why) and code == "ok":
+                self._take(client, message.task, set(message.known))
+        elif isinstance(message, messages.GetStatus):
             self._answer(client, message.request, "ok", "", self.status())
-        elif isinstance(message, GetHandles):
+        elif isinstance(message, messages.GetHandles):
             self._answer_handles(client, message.request)
         else:
             self._operate(client, message)
 
-    def _answer(self, client: bytes, request: int, code: str, message: str = "", body: Any = None) -> None:
-        self._outbox.deliver(client, Answer(request, code, message, body))
+    def _answer(self, client: bytes, request: int, code: str, message: str = "", body: Any = None) -> bool:
+        return self._to_client(client, Answer(request, code, message, body))
 
     def flush(self) -> None:
-        """Send the messages that could not be sent before."""
-        self._outbox.flush()
+        """Send the results that could not be sent before. A client that does not read costs one attempt."""
+        for client in list(self._unsent):
+            while (unsent := self._unsent.get(client)) and self._to_client(client, unsent[0]):
+                unsent.popleft()
+                if not unsent:
+                    self._unsent.pop(client, None)
 
     @property
     def undelivered(self) -> int:
-        return len(self._outbox)
+        return sum(len(unsent) for unsent in self._unsent.values())
 
     @property
     def under_way(self) -> int:
         return len(self._pending)
 
-    def _submit(self, client: bytes, message: Submit) -> None:
-        code, why = self._refusal(client, message.task)
-        self._answer(client, message.request, code, why)
-        if code == "ok":
-            self._take(client, message.task, set(message.known))
-
     def _refusal(self, client: bytes, task: Task) -> tuple[str, str]:
         if why := self._not_ready():
             return "not_ready", why
-        if why := self._full(client):
-            return "full", why
+        limit = self._settings.queue_limit
+        if len(self._pending) >= limit:
+            own = sum(pending.client == client for pending in self._pending.values())
+            if own >= _own_tasks(limit):
+                return "full", f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
         if why := self._wrong(task):
             self._metrics.count("refused")
             return "refused", why
         return "ok", ""
 
-    def _full(self, client: bytes) -> str:
-        """Why the queue has no room for a task of this client; empty if it has. A client's unread results count."""
-        limit, own, unread = self._settings.queue_limit, self._of_client[client], self._outbox.results_of(client)
-        if unread and own + unread >= limit:
-            return (
-                f"{own} tasks of this client are under way, and it has not read {unread} results: as many as "
-                "--queue_limit allows"
-            )
-        if len(self._pending) >= limit and own + unread >= _own_tasks(limit):
-            return f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
-        return ""
-
     def _take(self, client: bytes, task: Task, known: set[int]) -> None:
-        number = self._number()
-        gpu_ids, cpu_ids = task.gpu_block_ids, task.cpu_block_ids
-        if task.event_type == Kind.SWAP2CPU:
-            targets, reads = cpu_ids, self._writes[Kind.SWAP2GPU].before(gpu_ids)
+        number, kind = self._number(), Kind(task.event_type)
+        writers = self._writers[Kind.SWAP2GPU if kind == Kind.SWAP2CPU else Kind.SWAP2CPU]
+        reads = {block: writers[block] for block in task.sources if block in writers}
+        if kind == Kind.SWAP2CPU:
             # A client that knows of a lost block and still sends it has recomputed it with its own kernels.
-            reads = {block: write for block, write in reads.items() if write.number not in known}
-        else:
-            targets, reads = gpu_ids, self._writes[Kind.SWAP2CPU].before(cpu_ids)
-        write = Write(number, client, task.transfer_task_id, targets)
-        pending = self._pending[number] = _Pending(number, client, task, time.monotonic(), write, reads)
-        self._writes[Kind(task.event_type)].begin(write)
+            reads = {block: writer for block, writer in reads.items() if writer.number not in known}
+        pending = self._pending[number] = _Task(number, client, task, time.monotonic(), reads)
+        self._writers[kind].update(dict.fromkeys(task.targets, pending))
         self._ids.add(task.transfer_task_id)
-        self._of_client[client] += 1
         self._metrics.queue_depth(len(self._pending))
-        if self._lost(pending):
+        if pending.lost():
             self._report(pending)  # no rank is asked
             return
-        for before in set(reads.values()):
-            before.readers.append(number)
+        for writer in set(reads.values()):
+            writer.readers.append(number)
         pending.waiting.update(rank.number for rank in self.ranks)
         for rank in self.ranks:
             rank.tasks.add(number)
@@ -356,9 +341,9 @@ class Coordinator:
             for i, block in enumerate(ids):
                 if block >= limit:
                     return f"{name}[{i}] is {block}: must be in [0, {limit})"
-        name, targets = ("cpu_block_ids", cpu) if task.event_type == Kind.SWAP2CPU else ("gpu_block_ids", gpu)
-        if len(set(targets)) != len(targets):
-            return f"{name} names block {Counter(targets).most_common(1)[0][0]} twice: each target has one source"
+        if len(set(task.targets)) != len(task.targets):
+            name = "cpu_block_ids" if task.event_type == Kind.SWAP2CPU else "gpu_block_ids"
+            return f"{name} names block {Counter(task.targets).most_common(1)[0][0]} twice: each target has one source"
         if task.events is not None and len(task.events) != len(self.ranks):
             return f"events has {len(task.events)} items: one for each of {len(self.ranks)} ranks"
         return ""
@@ -373,7 +358,6 @@ class Coordinator:
         """A rank has ended its part."""
         rank = self.ranks[done.rank]
         rank.tasks.discard(done.number)
-        rank.overdue.discard(done.number)
         pending = self._pending.get(done.number)
         if pending is None:
             return  # already reported as too slow
@@ -391,42 +375,47 @@ class Coordinator:
         if self._has_ended(pending):
             self._report(pending)
 
-    def _has_ended(self, pending: _Pending) -> bool:
+    def _has_ended(self, pending: _Task) -> bool:
         """Whether all ranks have ended their parts, and every task has ended that writes one of its source blocks."""
-        return not pending.waiting and not any(write.number in self._pending for write in pending.reads.values())
+        return not pending.waiting and not any(writer.number in self._pending for writer in pending.reads.values())
 
-    def _lost(self, pending: _Pending) -> dict[int, Write]:
-        """The source blocks of the task whose last write failed."""
-        return {block: write for block, write in pending.reads.items() if write.failed is not None}
-
-    def _report(self, pending: _Pending) -> None:
+    def _report(self, pending: _Task) -> None:
         """Report this task, and then the tasks that waited only for its outcome."""
         numbers = deque([pending.number])
         while numbers:
             each = self._pending.get(numbers.popleft())
             if each is not None and (each is pending or self._has_ended(each)):
                 self._report_one(each)
-                numbers.extend(each.write.readers)
-                each.write.readers.clear()
+                numbers.extend(each.readers)
+                each.readers.clear()
 
-    def _report_one(self, pending: _Pending) -> None:
+    def _report_one(self, pending: _Task) -> None:
         """Report a task, exactly once: it leaves _pending."""
         del self._pending[pending.number]
-        task = pending.task
+        task, lost = pending.task, pending.lost()
         self._ids.discard(task.transfer_task_id)
-        self._of_client[pending.client] -= 1
-        if not self._of_client[pending.client]:
-            del self._of_client[pending.client]
-        lost = self._lost(pending)
         if lost:
-            pending.failed, began = _blame(task, lost)
+            pending.failed, pending.began = _blame(task, lost)
         elif pending.failed is not None:
-            began = (pending.failed[0], f"task {task.transfer_task_id!r} failed: {pending.failed[1]}")
-        self._writes[Kind(task.event_type)].end(pending.write, began if pending.failed is not None else None)
-        rank, reason = pending.failed if pending.failed is not None else (None, "")
-        ok = pending.failed is None
+            rank, reason = pending.failed
+            pending.began = rank, f"task {task.transfer_task_id!r} failed: {reason}"
+        else:
+            writers = self._writers[Kind(task.event_type)]
+            for block in task.targets:
+                if writers.get(block) is pending:
+                    del writers[block]
+        pending.reads = {}
+        losses: dict[int, int] = {}
+        if pending.failed is not None and task.event_type == Kind.SWAP2GPU:
+            losses = dict.fromkeys(task.gpu_block_ids, pending.number)
+        elif pending.failed is not None:
+            losses = {block: writer.number for block, writer in lost.items()}
+        self._send_result(pending, losses)
+
+    def _send_result(self, pending: _Task, losses: dict[int, int]) -> None:
+        task, ok, kind = pending.task, pending.failed is None, Kind(pending.task.event_type).name
+        rank, reason = pending.failed or (None, "")
         seconds = time.monotonic() - pending.begun
-        kind = Kind(task.event_type).name
         self._ended["done" if ok else "failed"] += 1
         self._metrics.queue_depth(len(self._pending))
         self._metrics.task_ended(kind, ok, pending.nbytes, seconds, pending.seconds)
@@ -438,9 +427,11 @@ class Coordinator:
             extra={"task": {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
                             "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}},
         )  # fmt: skip
-        losses = {} if ok else _gpu_losses(pending, lost)
-        result = result_of(task, ok, rank, reason, nbytes=pending.nbytes, seconds=seconds, lost=losses)
-        self._outbox.deliver(pending.client, result)
+        result = messages.result_of(task, ok, rank, reason, nbytes=pending.nbytes, seconds=seconds, lost=losses)
+        if pending.client_gone:
+            return
+        if pending.client in self._unsent or not self._to_client(pending.client, result):
+            self._unsent.setdefault(pending.client, deque()).append(result)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -459,30 +450,31 @@ class Coordinator:
     def _look(self, now: float) -> None:
         for rank in self.ranks[1:]:
             if rank.here and now - rank.seen > self._settings.rank_timeout:
-                limit = f"{self._settings.rank_timeout:g} s"
-                why = f"(process {rank.pid}) was silent for {limit}, and may still write the blocks"
+                silent = f"was silent for {self._settings.rank_timeout:g} s"
+                why = f"(process {rank.pid}) {silent}, and may still write the blocks"
                 self.lost(rank.number, why, gone=False)
             elif rank.leaving and rank.here and not rank.tasks:
-                self._to_rank(rank.number, Left())
-        late = [p for p in self._pending.values() if now - p.begun > self._settings.task_timeout]
-        for pending in late:
-            if pending.number not in self._pending:
-                continue  # reported together with a task whose block it reads
-            slow = sorted(pending.waiting)
-            for i in slow:
-                self.ranks[i].overdue.add(pending.number)
-            if slow and pending.failed is None:
-                limit = f"took longer than {self._settings.task_timeout:g} s"
-                pending.failed = (
-                    slow[0],
-                    f"{limit}, and may still write the blocks: no task is taken until it has ended",
-                )
+                self._to_rank(rank.number, messages.Left())
+        limit = self._settings.task_timeout
+        late = [pending for pending in self._pending.values() if now - pending.begun > limit]
+        why = f"took longer than {limit:g} s, and may still write the blocks: no task is taken until it has ended"
+        self._fail(late, why)
+
+    def abandon(self, why: str) -> None:
+        """Report all tasks under way as failed: the manager ends."""
+        self._fail(list(self._pending.values()), why)
+
+    def _fail(self, tasks: list[_Task], why: str) -> None:
+        """Report tasks as failed, in the order in which they were taken, though ranks still work on them."""
+        for pending in tasks:
+            if pending.waiting and pending.failed is None:
+                pending.failed = (min(pending.waiting), why)
             self._report(pending)
 
     # -- operations: clear, restore, attach, drain --------------------------------------------------------------------
 
-    def _operate(self, client: bytes, message: Drain | Attach | Clear | Restore) -> None:
-        if isinstance(message, Drain) and message.undo:
+    def _operate(self, client: bytes, message: messages.Operation) -> None:
+        if isinstance(message, messages.Drain) and message.undo:
             self._draining = False
             self._answer(client, message.request, "ok", "", self.status())
             return
@@ -506,11 +498,10 @@ class Coordinator:
         if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
             self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
             return
-        handles = message.handles if isinstance(message, Attach | Restore) else None
+        handles = getattr(message, "handles", None)
         if handles is not None and len(handles) != len(self.ranks):
-            self._answer(
-                *asked, "refused", f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
-            )
+            why = f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
+            self._answer(*asked, "refused", why)
             return
         self._operation = _Operation(what, time.monotonic() + message.timeout, handles, [asked])
         self._reason = ""
@@ -587,9 +578,9 @@ class Coordinator:
         assert operation is not None
         if code == "ok":
             if operation.what != "drain":
-                self._writes[Kind.SWAP2GPU].forget()
+                self._writers[Kind.SWAP2GPU].clear()  # the blocks are other memory
             if operation.what == "clear":
-                self._writes[Kind.SWAP2CPU].forget()
+                self._writers[Kind.SWAP2CPU].clear()
                 self._set_state(State.CLEARED)
                 for rank in self.ranks:
                     rank.handles = None
@@ -632,7 +623,7 @@ class Coordinator:
             "operation": self._operation.what if self._operation else None,
             "last_failure": self._reason,
             "under_way": len(self._pending),
-            "undelivered": len(self._outbox),
+            "undelivered": self.undelivered,
             "queue_limit": self._settings.queue_limit,
             "done": self._ended["done"],
             "failed": self._ended["failed"],
@@ -645,7 +636,7 @@ class Coordinator:
                     "ready": rank.ready,
                     "phase": rank.phase,
                     "tasks": len(rank.tasks),
-                    "overdue": len(rank.overdue),
+                    "overdue": len(self._overdue(rank)),
                     "abandoned": rank.abandoned,
                     "generation": rank.generation,
                     "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
@@ -654,35 +645,21 @@ class Coordinator:
             ],
         }
 
-    def abandon(self, why: str) -> None:
-        """Report all tasks under way as failed: the manager ends."""
-        for pending in list(self._pending.values()):
-            if pending.number not in self._pending:
-                continue
-            if pending.failed is None:
-                pending.failed = (min(pending.waiting, default=0), why)
-            self._report(pending)
-
     def gone(self, client: bytes) -> None:
-        """A client has ended: drop its messages."""
-        self._writes[Kind.SWAP2GPU].gone(client)
-        self._outbox.gone(client)
+        """A client has ended: drop its results."""
+        for pending in {*self._pending.values(), *self._writers[Kind.SWAP2GPU].values()}:
+            pending.client_gone |= pending.client == client
+        if unsent := self._unsent.pop(client, None):
+            _log.warning("a client is gone: %d messages for it are dropped", len(unsent))
 
 
-def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[int, str]]:
+def _blame(task: Task, lost: dict[int, _Task]) -> tuple[tuple[int, str], tuple[int, str]]:
     """For a task that read a lost block: its failure, and the failure that it began with; each a rank and a reason."""
-    block, write = next(iter(lost.items()))
-    assert write.failed is not None
-    rank, began = write.failed
+    block, writer = next(iter(lost.items()))
+    assert writer.began is not None
+    rank, began = writer.began
     if task.event_type == Kind.SWAP2CPU:
         where, what = f"gpu_block_ids[{task.gpu_block_ids.index(block)}]", "GPU block does not hold what it should"
     else:
         where, what = f"cpu_block_ids[{task.cpu_block_ids.index(block)}]", "host block holds nothing"
     return (rank, f"{where} is {block}: that {what}, since {began}"), (rank, began)
-
-
-def _gpu_losses(pending: _Pending, lost: dict[int, Write]) -> dict[int, int]:
-    """Result.lost: GPU block -> number by which a client later says that it knows of the loss."""
-    if pending.task.event_type == Kind.SWAP2GPU:
-        return dict.fromkeys(pending.task.gpu_block_ids, pending.number)
-    return {block: write.number for block, write in lost.items()}

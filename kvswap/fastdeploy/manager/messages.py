@@ -60,6 +60,16 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
     swap_node_ids: list[int | Text] = []
     events: list[Handle | None] | None = None
 
+    @property
+    def sources(self) -> list[int]:
+        """The blocks that the task reads."""
+        return self.gpu_block_ids if self.event_type == Kind.SWAP2CPU else self.cpu_block_ids
+
+    @property
+    def targets(self) -> list[int]:
+        """The blocks that the task writes."""
+        return self.cpu_block_ids if self.event_type == Kind.SWAP2CPU else self.gpu_block_ids
+
 
 # -- from clients -----------------------------------------------------------------------------------------------------
 
@@ -85,6 +95,11 @@ class Drain(Message):
     undo: bool = False
 
 
+class Clear(Message):
+    request: Request
+    timeout: Seconds
+
+
 class Attach(Message):
     """Open the engine's caches: by the handles of each rank, or None: by FastDeploy's segments."""
 
@@ -93,15 +108,8 @@ class Attach(Message):
     handles: list[Handles] | None = None
 
 
-class Clear(Message):
-    request: Request
-    timeout: Seconds
-
-
-class Restore(Message):
-    request: Request
-    timeout: Seconds
-    handles: list[Handles] | None = None
+class Restore(Attach):
+    """Undo Clear."""
 
 
 class GetHandles(Message):
@@ -233,7 +241,14 @@ class Left(Message):
     """A rank may end."""
 
 
-FromClient: TypeAlias = Submit | GetStatus | Drain | Attach | Clear | Restore | GetHandles
+class Number(msgspec.Struct):
+    """What a malformed message may hold in spite of all."""
+
+    request: Request = 0
+
+
+Operation: TypeAlias = Drain | Clear | Attach | Restore
+FromClient: TypeAlias = Submit | GetStatus | GetHandles | Operation
 FromRank: TypeAlias = Hello | Beat | Done | StepDone | Leave
 ToRank: TypeAlias = Welcome | Refuse | Unknown | Do | Step | Left
 ToClient: TypeAlias = Answer | Result | Closing
@@ -242,3 +257,4 @@ encode = msgspec.msgpack.Encoder().encode
 to_server: msgspec.msgpack.Decoder[FromClient | FromRank | Bye] = msgspec.msgpack.Decoder(FromClient | FromRank | Bye)
 to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+to_number: msgspec.msgpack.Decoder[Number] = msgspec.msgpack.Decoder(Number)

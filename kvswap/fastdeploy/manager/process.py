@@ -24,25 +24,7 @@ from kvswap.fastdeploy.manager import messages, places
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.coordinator import MOST_CLIENTS, Coordinator, most_tasks
 from kvswap.fastdeploy.manager.door import Door, raise_limit
-from kvswap.fastdeploy.manager.messages import (
-    Answer,
-    Beat,
-    Bye,
-    Closing,
-    Do,
-    Done,
-    Hello,
-    Leave,
-    Left,
-    Refuse,
-    State,
-    Step,
-    StepDone,
-    ToClient,
-    ToRank,
-    Unknown,
-    Welcome,
-)
+from kvswap.fastdeploy.manager.messages import Answer, Beat, Do, Done, Hello, Leave, State, Step, StepDone, ToRank
 from kvswap.fastdeploy.manager.metrics import Metrics
 from kvswap.fastdeploy.manager.worker import Worker
 
@@ -52,7 +34,7 @@ _log = logging.getLogger("kvswap.manager")
 
 _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until unsent messages are tried again
-_KEPT_MESSAGES = 4096  # room in a socket's queues, beside tasks
+_KEPT_MESSAGES = 8192  # room in a socket's queues, beside tasks
 _SILENT = 3.0  # seconds without a delivered message after which an ending manager stops waiting for clients
 _LAST_WORDS = 1.0  # seconds that clients have to read rank 0's last messages
 _SPARE_CONNECTIONS = 64  # that are not clients, or not yet
@@ -71,29 +53,12 @@ class Stop:
         self.asked = True
 
 
-def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = context.socket(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
-    room = _KEPT_MESSAGES + most_tasks(settings.queue_limit)  # room for all tasks: a busy rank must not count as lost
-    socket.setsockopt(zmq.SNDHWM, room)
-    socket.setsockopt(zmq.RCVHWM, room)
-    socket.setsockopt(zmq.LINGER, 2000)
-    return socket
-
-
-def _beat(worker: Worker, settings: Settings) -> Beat:
-    """This rank's Beat, without handles."""
-    return Beat(settings.layout.rank, worker.ready, worker.phase, worker.generation, abandoned=worker.abandoned)
-
-
 def _request_in(frame: zmq.Frame) -> int:
     """The request number in a malformed message, so that its caller can be answered; 0 if there is none."""
     try:
-        found = msgspec.msgpack.decode(frame.buffer)
-        number = found.get("request", 0) if isinstance(found, dict) else 0
+        return messages.to_number.decode(frame.buffer).request
     except _DECODE_ERRORS:
         return 0
-    return number if isinstance(number, int) and 0 <= number < 1 << 62 else 0
 
 
 class _Connection:
@@ -108,33 +73,87 @@ class _Connection:
             self.watch = None
 
 
-class Rank0:
+class _Process:
+    """A rank's loop, its socket and its worker. A subclass says what is received and sent."""
+
+    _tell: Callable[[], None]  # tells rank 0 that this rank is alive
+    _report: Callable[[Done | StepDone], None]
+    _go_round: Callable[[int], None]  # sends what is to be sent, sleeps some milliseconds, and handles what has arrived
+    _leave: Callable[[], None]  # called in each round once the rank is asked to end
+    _unfinished: Callable[[float], bool]  # then: whether to go on, at most until that time
+    _under_way: Callable[[], int]  # the number of tasks that have not ended
+
+    def __init__(self, settings: Settings, stop: Stop, kind: int) -> None:
+        self._settings, self._stop, self._rank = settings, stop, settings.layout.rank
+        self._metrics = Metrics(settings.metrics_port, self._rank)
+        self._path = places.socket_path(settings.directory)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+        room = _KEPT_MESSAGES + most_tasks(settings.queue_limit)  # for all tasks: a busy rank must not count as lost
+        for option, value in ((zmq.SNDHWM, room), (zmq.RCVHWM, room), (zmq.LINGER, 2000)):
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
+        self._worker = Worker(settings, self._report)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._worker.wake_fd):
+            self._poller.register(each, zmq.POLLIN)
+
+    def run(self) -> int:
+        deadline, beaten = None, 0.0
+        try:
+            while deadline is None or self._unfinished(deadline):
+                sleep_ms = self._worker.pump()
+                if self._worker.failed:
+                    raise _C.Error(self._worker.failed)
+                if time.monotonic() - beaten > _BEAT_EVERY:
+                    beaten = time.monotonic()
+                    self._tell()
+                self._go_round(sleep_ms)
+                if self._stop.asked:
+                    deadline = deadline or time.monotonic() + self._settings.stop_timeout
+                    self._leave()
+            return 0 if self._under_way() == 0 else 1
+        finally:
+            self._close()
+
+    def _beat(self) -> Beat:
+        worker = self._worker
+        return Beat(self._rank, worker.ready, worker.phase, worker.generation, worker.handles, worker.abandoned)
+
+    def _do(self, message: ToRank) -> None:
+        if isinstance(message, Do):
+            self._worker.take(message.number, message.task)
+        elif isinstance(message, Step):
+            self._worker.begin(message)
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):  # the process ends, and the driver frees what is left
+            self._worker.close(self._settings.stop_timeout)
+        self._close_socket()
+        self._metrics.close()
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Rank0(_Process):
     """Rank 0: serves the clients and the other ranks."""
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
-        self._settings, self._stop = settings, stop
-        self._metrics = Metrics(settings.metrics_port, settings.layout.rank)
+        super().__init__(settings, stop, zmq.ROUTER)
         self._state_file = settings.directory / "state"
         state = _read_state(self._state_file)
-        self._path = places.socket_path(settings.directory)
         self._path.unlink(missing_ok=True)  # left by a killed process: this process holds the lock
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.ROUTER, settings)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         limit = raise_limit()
         most = MOST_CLIENTS + settings.ranks + _SPARE_CONNECTIONS
         self._door = Door(self._socket, self._path, min(most, max(_SPARE_CONNECTIONS // 8, limit // 4)))
         self._socket.bind(f"ipc://{self._path}")
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._connections: dict[bytes, _Connection] = {}
         self._warned = 0.0  # time of the last warning about a foreign uid
-        self._undelivered, self._moved = -1, 0.0  # while ending: number of undelivered messages, and since when
-        self._coordinator = Coordinator(
-            settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
-        )
-        self._worker = Worker(settings, self._report)
-        self._poller.register(self._worker.wake_fd, zmq.POLLIN)
+        self._undelivered, self._moved = -1, 0.0  # while ending: number of undelivered results, and since when
+        self._coordinator = Coordinator(settings, state, self._send, self._to_rank, self._keep_state, self._metrics)
         self._coordinator.hello(0, os.getpid())
         self._worker.start(state)
 
@@ -161,24 +180,15 @@ class Rank0:
             self._forget(client)
         return True
 
-    def _to_client(self, client: bytes, message: ToClient) -> bool:
-        return self._send(client, message)
-
     def _to_rank(self, rank: int, message: ToRank) -> None:
         if rank == 0:
-            if isinstance(message, Do):
-                self._worker.take(message.number, message.task)
-            elif isinstance(message, Step):
-                self._worker.begin(message)
-            return
+            self._do(message)
         for name, connection in list(self._connections.items()):
-            if connection.rank == rank and not self._send(name, message):
+            if connection.rank == rank > 0 and not self._send(name, message):
                 self._coordinator.lost(rank, f"(process {connection.pid}) takes no messages", gone=False)
 
     def _tell(self) -> None:
-        beat = _beat(self._worker, self._settings)
-        beat.handles = self._worker.handles
-        self._coordinator.beat(beat)
+        self._coordinator.beat(self._beat())
 
     def _report(self, message: Done | StepDone) -> None:
         if isinstance(message, Done):
@@ -197,7 +207,7 @@ class Rank0:
             name = frames[0].bytes
             if peer.unseen:
                 request = _request_in(frames[-1])  # a rank's messages have none
-                self._send(name, Answer(request, "refused", peer.unseen) if request else Refuse(peer.unseen))
+                self._send(name, Answer(request, "refused", peer.unseen) if request else messages.Refuse(peer.unseen))
                 continue
             try:
                 if len(frames) != 2:
@@ -221,7 +231,7 @@ class Rank0:
         if connection is None and (connection := self._admit(name, pid)) is None:
             self._send(name, Answer(getattr(message, "request", 0), "refused", f"{MOST_CLIENTS} clients are here"))
             return
-        if isinstance(message, Bye):
+        if isinstance(message, messages.Bye):
             self._forget(name)
         elif isinstance(message, Hello):
             self._hello(name, connection, message)
@@ -246,20 +256,22 @@ class Rank0:
     def _hello(self, name: bytes, connection: _Connection, message: Hello) -> None:
         ours = self._settings.layout.describe()
         if not 0 < message.rank < self._settings.ranks:
-            self._send(name, Refuse(f"rank {message.rank}: rank 0 was started with --mp_num {self._settings.ranks}"))
+            self._send(
+                name, messages.Refuse(f"rank {message.rank}: rank 0 was started with --mp_num {self._settings.ranks}")
+            )
         elif message.shape != ours:
-            self._send(name, Refuse(f"its caches are {message.shape}; those of rank 0 are {ours}"))
+            self._send(name, messages.Refuse(f"its caches are {message.shape}; those of rank 0 are {ours}"))
         else:
             for other, known in list(self._connections.items()):
                 if known.rank == message.rank and other != name:
                     self._drop(other)
             connection.rank = message.rank
             self._coordinator.hello(message.rank, connection.pid)
-            self._send(name, Welcome(self._coordinator.state))
+            self._send(name, messages.Welcome(self._coordinator.state))
 
     def _from_rank(self, name: bytes, connection: _Connection, message: Beat | Done | StepDone | Leave) -> None:
         if connection.rank < 0 or connection.rank != message.rank or not self._coordinator.ranks[message.rank].here:
-            self._send(name, Unknown())
+            self._send(name, messages.Unknown())
         elif isinstance(message, Beat):
             self._coordinator.beat(message)
         elif isinstance(message, Done):
@@ -267,7 +279,7 @@ class Rank0:
         elif isinstance(message, StepDone):
             self._coordinator.step_done(message)
         else:
-            self._coordinator.leave(message.rank)
+            self._coordinator.leave(message)
 
     def _forget(self, name: bytes) -> None:
         """A process has ended: drop its connection."""
@@ -286,25 +298,15 @@ class Rank0:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        try:
-            deadline = None
-            beaten = 0.0
-            while deadline is None or self._unfinished(deadline):
-                sleep_ms = self._worker.pump()
-                if self._worker.failed:
-                    raise _C.Error(self._worker.failed)
-                if time.monotonic() - beaten > _BEAT_EVERY:
-                    beaten = time.monotonic()
-                    self._tell()
-                self._coordinator.tick()
-                self._wait(sleep_ms)
-                if self._stop.asked and deadline is None:
-                    self._coordinator.stopping = True
-                    deadline = time.monotonic() + self._settings.stop_timeout
-            return 0 if self._coordinator.under_way == 0 else 1
-        finally:
-            self._close()
+    def _under_way(self) -> int:
+        return self._coordinator.under_way
+
+    def _go_round(self, sleep_ms: int) -> None:
+        self._coordinator.tick()
+        self._wait(sleep_ms)
+
+    def _leave(self) -> None:
+        self._coordinator.stopping = True
 
     def _unfinished(self, deadline: float) -> bool:
         """Whether to keep waiting: for tasks until the deadline, for messages while clients still receive some."""
@@ -330,7 +332,7 @@ class Rank0:
         asked: set[bytes] = set()
         while time.monotonic() < until:
             clients = {name for name, connection in self._connections.items() if connection.rank < 0}
-            asked |= {name for name in clients - asked if self._send(name, Closing())}
+            asked |= {name for name in clients - asked if self._send(name, messages.Closing())}
             if not clients:
                 return
             self._wait(_FULL_MS)
@@ -342,36 +344,27 @@ class Rank0:
             self._part()
         for name in list(self._connections):
             self._drop(name)
-        with contextlib.suppress(Exception):  # the process ends, and the driver frees what is left
-            self._worker.close(self._settings.stop_timeout)
+        super()._close()
+
+    def _close_socket(self) -> None:
         self._door.close()
-        self._socket.close()
-        self._context.term()
+        super()._close_socket()
         for path in (self._path, self._state_file):
             path.unlink(missing_ok=True)
-        self._metrics.close()
 
 
-class RankN:
+class RankN(_Process):
     """Any rank but 0: obeys rank 0."""
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
-        self._settings, self._stop = settings, stop
-        self._metrics = Metrics(settings.metrics_port, settings.layout.rank)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.DEALER, settings)
+        super().__init__(settings, stop, zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
-        self._worker = Worker(settings, self._report)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._worker.wake_fd, zmq.POLLIN)
+        self._socket.connect(f"ipc://{self._path}")
         self._reports: deque[Done | StepDone] = deque()  # unsent reports; at most one for each task and step received
         self._welcome = self._started = self._left = False
         self._looped = time.monotonic()
         self._told = 0  # generation of the handles that were sent to rank 0
-        self._refused = ""
         self._rank0: _Connection | None = None
 
     def _send(self, message: Any) -> bool:
@@ -393,10 +386,13 @@ class RankN:
             self._reports.popleft()
 
     def _tell(self) -> None:
-        """Send a Beat, with the handles if they are new."""
-        beat = _beat(self._worker, self._settings)
-        if self._told != beat.generation:
-            beat.handles = self._worker.handles
+        """Send a Beat, with the handles if they are new; before Welcome, Hello."""
+        if not self._welcome:
+            self._send(Hello(self._rank, self._settings.layout.describe()))
+            return
+        beat = self._beat()
+        if self._told == beat.generation:
+            beat.handles = None
         if self._send(beat) and beat.handles is not None:
             self._told = beat.generation
 
@@ -406,8 +402,7 @@ class RankN:
                 self._metrics.count("foreign_uid")
                 continue
             if peer.unseen:
-                self._refused = peer.unseen
-                return
+                raise _refused(peer.unseen)
             try:
                 message = messages.to_rank.decode(frame.buffer)
             except _DECODE_ERRORS as error:
@@ -423,24 +418,22 @@ class RankN:
             self._rank0 = _Connection(pid)
 
     def _handle(self, message: ToRank) -> None:
-        if isinstance(message, Do | Step) and not self._welcome:
-            if isinstance(message, Do):  # sent before rank 0 lost this rank: rank 0 has reported the task failed
+        if isinstance(message, Do | Step):
+            if self._welcome:
+                self._do(message)
+            elif isinstance(message, Do):  # sent before rank 0 lost this rank: rank 0 has reported the task failed
                 self._worker.refuse(message.task)
-        elif isinstance(message, Do):
-            self._worker.take(message.number, message.task)
-        elif isinstance(message, Step):
-            self._worker.begin(message)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, messages.Welcome):
             self._welcome, self._told = True, 0
             if not self._started:
                 self._started = True
                 self._worker.start(State(message.state))
-        elif isinstance(message, Unknown):
+        elif isinstance(message, messages.Unknown):
             self._start_over("rank 0 does not know this rank")
-        elif isinstance(message, Left):
+        elif isinstance(message, messages.Left):
             self._left = True
         else:
-            self._refused = message.message
+            raise _refused(message.message)
 
     def _start_over(self, why: str) -> None:
         """Drop unsubmitted tasks and connect anew: rank 0 or its clients count those tasks as failed."""
@@ -455,36 +448,23 @@ class RankN:
         if now - self._looped > self._settings.rank_timeout / 2:
             self._start_over(f"this rank was away for {now - self._looped:.1f} s")
         self._looped = now
-        if self._rank0 is not None and _has_ended(self._rank0):
-            self._start_over(f"rank 0 (process {self._rank0.pid}) has ended")
-            self._rank0.close()
+        rank0 = self._rank0
+        if rank0 is not None and rank0.watch is not None and zmq.select([rank0.watch], [], [], 0)[0]:
+            self._start_over(f"rank 0 (process {rank0.pid}) has ended")
+            rank0.close()
             self._rank0 = None
 
-    def run(self) -> int:
-        rank, said, deadline = self._settings.layout.rank, 0.0, None
-        try:
-            while deadline is None or self._unfinished(deadline):
-                self._look_around()
-                sleep_ms = self._worker.pump()
-                if self._worker.failed:
-                    raise _C.Error(self._worker.failed)
-                if self._refused:
-                    raise _C.Error(f"rank 0 refuses this rank: {self._refused}")
-                if time.monotonic() - said > _BEAT_EVERY:
-                    said = time.monotonic()
-                    if self._welcome:
-                        self._tell()
-                    else:
-                        self._send(Hello(rank, self._settings.layout.describe()))
-                self._send_reports()
-                self._poller.poll(min(sleep_ms, _FULL_MS) if self._reports else sleep_ms)
-                self._take()
-                if self._stop.asked:
-                    deadline = deadline or time.monotonic() + self._settings.stop_timeout
-                    self._send(Leave(rank))
-            return 0 if self._worker.busy == 0 else 1
-        finally:
-            self._close()
+    def _under_way(self) -> int:
+        return self._worker.busy
+
+    def _go_round(self, sleep_ms: int) -> None:
+        self._send_reports()
+        self._poller.poll(min(sleep_ms, _FULL_MS) if self._reports else sleep_ms)
+        self._take()
+        self._look_around()
+
+    def _leave(self) -> None:
+        self._send(Leave(self._rank))
 
     def _unfinished(self, deadline: float) -> bool:
         """Whether to keep waiting: until rank 0 sends Left or is not connected."""
@@ -497,15 +477,11 @@ class RankN:
     def _close(self) -> None:
         if self._rank0 is not None:
             self._rank0.close()
-        with contextlib.suppress(Exception):
-            self._worker.close(self._settings.stop_timeout)
-        self._socket.close()
-        self._context.term()
-        self._metrics.close()
+        super()._close()
 
 
-def _has_ended(connection: _Connection) -> bool:
-    return connection.watch is not None and bool(zmq.select([connection.watch], [], [], 0)[0])
+def _refused(why: str) -> _C.Error:
+    return _C.Error(f"rank 0 refuses this rank: {why}")
 
 
 def _read_state(path: Path) -> State:
@@ -523,8 +499,8 @@ def run(settings: Settings) -> int:
     lock = places.Lock(settings.directory, settings.layout.rank)
     stop = Stop()
     try:
-        kind: Callable[[Settings, Stop], Rank0 | RankN] = Rank0 if settings.layout.rank == 0 else RankN
-        status = kind(settings, stop).run()
+        process = Rank0(settings, stop) if settings.layout.rank == 0 else RankN(settings, stop)
+        status = process.run()
         _log.info("step=stop rank=%d ok=%s", settings.layout.rank, status == 0)
         return status
     finally:
