@@ -25,7 +25,6 @@ import numpy as np
 
 from kvswap import _C, memory
 from kvswap._regular import open_regular
-from kvswap._timeouts import seconds
 from kvswap.fastdeploy._tensors import itemsize
 from kvswap.fastdeploy.ops import current_device
 
@@ -33,12 +32,8 @@ if TYPE_CHECKING:
     from kvswap.typing import DeviceLike
 
 __all__ = [
-    "Opened",
     "SharedTensor",
-    "export_bytes",
     "get_data_ptr_ipc",
-    "open_bytes",
-    "open_event",
     "open_segment",
     "set_data_ipc",
     "share_external_data",
@@ -56,47 +51,8 @@ _SEGMENT = struct.Struct("=Q64s")
 _INTERFACES = ("__cuda_array_interface__", "__array_interface__")
 
 _lock = threading.Lock()
-_written: dict[str, tuple[bytes, int]] = {}  # guarded by _lock; this process's segments by name: handle, address
-_shared: dict[int, list[Opened]] = {}  # guarded by _lock; what share_external_data() opened, by address
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-class Opened:
-    """Opened memory of another process, or of this one. ptr: its address in this process. close() releases it."""
-
-    def __init__(self, ptr: int, nbytes: int, mapped: _C.Mapped | None, device: _C.Device) -> None:
-        self.ptr, self.nbytes, self.device = ptr, nbytes, device
-        self._mapped = mapped  # None: memory of this process
-
-    def close(self, timeout: float | None = 60.0) -> None:
-        """Wait for the copies that use the memory, then close it. A second call does nothing. TimeoutError: copies
-        still run, and the memory stays open."""
-        timeout = seconds(timeout)
-        if self._mapped is not None and not self._mapped.closed:
-            self._mapped.close(timeout)
-
-
-def export_bytes(device: _C.Device, ptr: int, nbytes: int, generation: int) -> bytes:
-    """A handle of kvswap.memory, with offset, size, owner and generation."""
-    return memory.export(ptr, device=device, nbytes=nbytes, generation=generation).to_bytes()
-
-
-def open_bytes(handle: bytes, device: _C.Device, nbytes: int) -> Opened:
-    """Open what export_bytes() of another process returned. ValueError: its size differs."""
-    mapped = memory.open(handle, device=device)
-    if mapped.nbytes != nbytes:
-        found = mapped.nbytes
-        mapped.close()
-        raise ValueError(f"the handle is of {found} bytes, but the cache has {nbytes}: the two sides have other shapes")
-    return Opened(mapped.ptr, nbytes, mapped, device)
-
-
-def open_event(exported: bytes, device: _C.Device) -> _C.Event:
-    """Open an event of another process."""
-    event: _C.Event = memory.open_event(exported, device=device)
-    return event
+_written: dict[str, tuple[bytes, bytes]] = {}  # guarded by _lock; this process's segments by name: handle, export
+_shared: dict[int, list[_C.Mapped]] = {}  # guarded by _lock; what share_external_data() opened, by address
 
 
 def zero(allocated: _C.Memory) -> None:
@@ -148,18 +104,7 @@ def write_segment(name: str, device: _Device, source: Any, nbytes: int | None = 
         new.unlink(missing_ok=True)
         raise
     with _lock:
-        _written[path.name] = handle, _address(source)
-
-
-def _address(source: Any) -> int:
-    if isinstance(source, int):
-        return source
-    if callable(method := getattr(source, "data_ptr", None)):
-        return int(method())
-    for name in _INTERFACES:
-        if (interface := getattr(source, name, None)) is not None:
-            return int(interface["data"][0])
-    raise TypeError(f"{type(source).__name__} does not say where it lies")
+        _written[path.name] = handle, exported.to_bytes()
 
 
 def _read_segment(name: str) -> bytes:
@@ -185,16 +130,15 @@ def _read_segment(name: str) -> bytes:
     return handle
 
 
-def open_segment(name: str, device: _C.Device, nbytes: int) -> Opened:
+def open_segment(name: str, device: _C.Device, nbytes: int) -> _C.Mapped:
     """Open the memory behind a segment; at least nbytes bytes. kvswap.Error: there is no such segment. DeviceError: the
     driver cannot open the memory, because its owner has freed it or has ended."""
     handle = _read_segment(name)
     with _lock:
-        own = _written.get(_path(name).name)
-    if own is not None and own[0] == handle:
-        return Opened(own[1], nbytes, None, device)
-    mapped = memory.open(_C._ipc_of_handle(handle, device, nbytes), device=device)
-    return Opened(mapped.ptr, nbytes, mapped, device)
+        own, exported = _written.get(_path(name).name, (b"", b""))
+    if own != handle:  # else this process's, of which drivers open no handle
+        exported = _C._ipc_of_handle(handle, device, nbytes)
+    return memory.open(exported, device=device)
 
 
 def unlink_segment(name: str) -> None:
@@ -212,12 +156,12 @@ class SharedTensor:
     """A cache of another process, with the array interfaces, as the swap ops take it. share_external_data() returns it
     if it knows no framework to make a tensor with."""
 
-    def __init__(self, opened: Opened, shape: tuple[int, ...], size: int, dtype: Any) -> None:
-        self._opened, self.shape, self._itemsize, self.dtype = opened, shape, size, dtype
+    def __init__(self, opened: _C.Mapped, shape: tuple[int, ...], size: int, dtype: Any) -> None:
+        self._opened, self._ptr, self.shape, self._itemsize, self.dtype = opened, opened.ptr, shape, size, dtype
 
     def data_ptr(self) -> int:
         """The address in this process."""
-        return self._opened.ptr
+        return self._ptr
 
     def numel(self) -> int:
         """Number of elements."""
@@ -237,7 +181,7 @@ class SharedTensor:
         return True
 
     def _interface(self) -> dict[str, Any]:
-        return {"data": (self._opened.ptr, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+        return {"data": (self._ptr, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def __getattr__(self, name: str) -> Any:
         """__cuda_array_interface__ for memory of a GPU, __array_interface__ for memory of a host device; elements are
@@ -247,9 +191,7 @@ class SharedTensor:
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def __repr__(self) -> str:
-        return (
-            f"<SharedTensor {list(self.shape)} of {self.dtype} at {self._opened.ptr:#x} on {self._opened.device.name}>"
-        )
+        return f"<SharedTensor {list(self.shape)} of {self.dtype} at {self._ptr:#x} on {self._opened.device.name}>"
 
 
 def _as_framework(shared: SharedTensor, like: Any) -> Any:

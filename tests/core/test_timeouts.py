@@ -24,7 +24,6 @@ from conftest import ROOT
 
 import kvswap
 from kvswap import _C, files, memory, offload, share, trtllm
-from kvswap.fastdeploy import ipc
 
 TAKEN: list[Any] = [0, 0.5, 5, 1e10, math.inf, None, 10**400, np.float64(2), np.int32(3)]
 REFUSED: list[tuple[Any, type[Exception], str]] = [
@@ -180,7 +179,6 @@ PYTHON: dict[str, Row] = {
     "share/__init__.py: Member.wait_peers": lambda folder, closing: functools.partial(
         kept(closing, member(closing)).wait_peers, []
     ),
-    "fastdeploy/ipc.py: Opened.close": lambda folder, closing: ipc.Opened(1, 1, None, device()).close,
 }
 ELSEWHERE = {  # tested with what they need, or they pass the timeout on to a row's function
     "trtllm/_copies.py": "passed on to Event.synchronize",

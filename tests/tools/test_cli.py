@@ -172,7 +172,7 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["replay"], "missing: TRACE"),
         (["manager", "status", "--timeout", "abc"], "--timeout: not a number: 'abc'"),
         (["demo", "--gpu-bytes"], "--gpu-bytes: needs a value"),
-        (["manager", "status", "--cache_queue_port", "abc"], "--cache_queue_port: not a whole number: 'abc'"),
+        (["manager", "status", "--cache_queue_port", "abc"], "--cache_queue_port: not a whole number, 0 or more:"),
         ([], "COMMAND is missing: there are info, doctor, demo, replay, bench"),
         (["completion", "csh"], "unknown SHELL csh: there are bash, zsh, fish"),
         (["completion", "bsh"], "unknown SHELL bsh: did you mean bash? There are bash, zsh, fish"),

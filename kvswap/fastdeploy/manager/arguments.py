@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvswap.commands.parser import count, duration, positive
 from kvswap.fastdeploy.manager import places
 from kvswap.fastdeploy.manager.layout import ITEM_NBYTES, Layout
 
@@ -38,26 +39,10 @@ class Settings:
     log_level: str
 
 
-def _at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
-        if most is not None and number > most:
-            raise argparse.ArgumentTypeError(f"{number} is more than {most}")
-        return number
-
-    convert.__name__ = "int"  # argparse: "invalid int value"
-    return convert
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} is not a time of more than 0 and up to 86400 seconds")
+def _port(text: str, least: int = 0) -> int:
+    number = count(text)
+    if not least <= number <= places.MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{number} is not from {least} to {places.MOST_PORT}")
     return number
 
 
@@ -73,39 +58,99 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json(text: str, name: str) -> Any:
+    """The Struct of messages.py with that name. Without msgspec, which the command asks for later, None."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
-    return found
+        import msgspec
+
+        from kvswap.fastdeploy.manager import messages
+    except ImportError:
+        return None
+    try:
+        return msgspec.json.decode(text, type=getattr(messages, name))
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_DTYPES = tuple(sorted(ITEM_NBYTES))
+# Each option: its name, type (a tuple: choices), default, metavar, help.
+_Options = Sequence[tuple[str, Any, Any, str | None, str]]
+
+_PLACE: _Options = (
+    ("cache_queue_port", _port, 9923, "PORT",
+     "names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)"),
+    ("local_data_parallel_id", count, 0, "N", "tells the managers of data-parallel engines apart (default: 0)"),
+    ("socket_dir", Path, None, "DIR",
+     "folder of the socket, mode 700; default: kvswap/manager-PORT.N in $XDG_RUNTIME_DIR"),
+)  # fmt: skip
+_MODEL: _Options = (
+    ("rank", count, 0, None, "rank, from 0; rank 0 distributes tasks"),
+    ("mp_num", positive, 1, None, "ranks of the model (tensor parallel)"),
+    ("device_id", count, 0, None, "the GPU of this rank"),
+    ("num_layers", positive, 1, None, "layers of the model"),
+    ("key_cache_shape", _shape, (), "B,H,T,D",
+     "num_blocks,kv_heads,block_size,head_dim of the key caches (newer FastDeploy)"),
+    ("value_cache_shape", _shape, (), "B,H,T,D", "for the value caches; empty: keys only"),
+    ("num_gpu_blocks", positive, 1, None, "blocks on the GPU (older FastDeploy)"),
+    ("kv_num_head", positive, 1, None, "number of key and value heads (older)"),
+    ("block_size", positive, 64, None, "tokens in a block (older)"),
+    ("head_dim", positive, 1, None, "size of a head (older)"),
+    ("bytes_per_layer_per_block", positive, None, None,
+     "bytes of a block of keys, or of values; checked against the shape (older)"),
+    ("num_cpu_blocks", count, 4, None, "blocks in host memory; 0: none"),
+    ("cache_dtype", _DTYPES, "bfloat16", None,
+     "element type of the caches; block_wise_fp8: bytes, with scale tensors beside them"),
+    ("default_dtype", tuple(name for name in _DTYPES if name != "block_wise_fp8"), "bfloat16", None, "of the scales"),
+    ("speculative_config", functools.partial(_json, name="Speculative"), None, "JSON",
+     "JSON; num_extra_cache_layer and num_gpu_block_expand_ratio are used"),
+    ("create_cache_tensor", bool, False, None, "create and export the GPU caches; default: attach to the engine's"),
+)  # fmt: skip
+_REFUSED: _Options = (
+    ("splitwise_role", str, "mixed", None, "only mixed"),
+    ("enable_splitwise", int, 0, None, "only 0"),
+    ("protocol", str, "ipc", None, "only ipc"),
+    ("kvcache_storage_backend", str, None, None, "none is served"),
+    ("routing_replay_config", functools.partial(_json, name="RoutingReplay"), None, "JSON",
+     "accepted only with enable_routing_replay off: routing data is not moved"),
+    *((name, str, None, None, "accepted and ignored") for name in (
+        "rdma_port", "pod_ip", "engine_worker_queue_port", "engine_pid", "ipc_suffix", "max_model_len", "write_policy",
+        "model_path")),
+)  # fmt: skip
+_OWN: _Options = (
+    ("device", str, None, "NAME", "cuda:N or host:N, instead of --device_id"),
+    ("slab", bool, False, None,
+     "with --create_cache_tensor: one allocation for all layers, which the copy engine moves faster; FastDeploy's "
+     "segments cannot express offsets, so kvswap's client must attach"),
+    ("mps", bool, False, None, "the engine and this process share the GPU by MPS: kernels may be used"),
+    ("keep_swap_space", bool, False, None,
+     "keep host memory when caches are cleared (FD_ENABLE_SWAP_SPACE_CLEARING=0)"),
+    ("queue_limit", positive, 1024, None, "limit of tasks under way of all clients; beyond it QueueFull is raised"),
+    ("rank_timeout", duration, 5.0, "S", "a rank without a message for this long counts as dead (5)"),
+    ("task_timeout", duration, 60.0, "S", "a task that takes longer is reported failed (60)"),
+    ("step_timeout", duration, 300.0, "S", "limit of each rank's step when clearing, restoring or attaching (300)"),
+    ("stop_timeout", duration, 30.0, "S", "how long tasks under way may take after SIGTERM (30)"),
+    ("metrics_port", functools.partial(_port, least=1), None, "PORT",
+     "serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)"),
+    ("log_format", ("text", "json"), "text", None, "log format; one line a task"),
+    ("log_level", ("debug", "info", "warning", "error"), "info", None,
+     "level of the log (info); debug adds why a step failed"),
+)  # fmt: skip
+
+
+def _add(parser: argparse.ArgumentParser, title: str, options: _Options) -> None:
+    group = parser.add_argument_group(title)
+    for name, kind, default, metavar, text in options:
+        if kind is bool:
+            group.add_argument(f"--{name}", action="store_true", help=text)
+        elif isinstance(kind, tuple):
+            group.add_argument(f"--{name}", choices=kind, default=default, help=text)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a manager, for all commands."""
-    group = parser.add_argument_group("which manager")
-    group.add_argument(
-        "--cache_queue_port",
-        type=_at_least(0, places.MOST_PORT),
-        default=9923,
-        metavar="PORT",
-        help="names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)",
-    )
-    group.add_argument(
-        "--local_data_parallel_id",
-        type=_at_least(0),
-        default=0,
-        metavar="N",
-        help="tells the managers of data-parallel engines apart (default: 0)",
-    )
-    group.add_argument(
-        "--socket_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of the socket, mode 700; default: kvswap/manager-PORT.N in $XDG_RUNTIME_DIR",
-    )
+    _add(parser, "which manager", _PLACE)
 
 
 def place_of(args: argparse.Namespace) -> Path:
@@ -116,132 +161,9 @@ def place_of(args: argparse.Namespace) -> Path:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`."""
     add_place(parser)
-    _add_model(parser.add_argument_group("the model's caches, by FastDeploy's options"))
-    _add_refused(parser.add_argument_group("FastDeploy's options that are refused or ignored"))
-    _add_own(parser.add_argument_group("kvswap's own"))
-
-
-def _add_model(group: Any) -> None:
-    count = _at_least(1)
-    group.add_argument("--rank", type=_at_least(0), default=0, help="rank, from 0; rank 0 distributes tasks")
-    group.add_argument("--mp_num", type=count, default=1, help="ranks of the model (tensor parallel)")
-    group.add_argument("--device_id", type=_at_least(0), default=0, help="the GPU of this rank")
-    group.add_argument("--num_layers", type=count, default=1, help="layers of the model")
-    group.add_argument(
-        "--key_cache_shape",
-        type=_shape,
-        default=(),
-        metavar="B,H,T,D",
-        help="num_blocks,kv_heads,block_size,head_dim of the key caches (newer FastDeploy)",
-    )
-    group.add_argument(
-        "--value_cache_shape", type=_shape, default=(), metavar="B,H,T,D", help="for the value caches; empty: keys only"
-    )
-    group.add_argument("--num_gpu_blocks", type=count, default=1, help="blocks on the GPU (older FastDeploy)")
-    group.add_argument("--kv_num_head", type=count, default=1, help="number of key and value heads (older)")
-    group.add_argument("--block_size", type=count, default=64, help="tokens in a block (older)")
-    group.add_argument("--head_dim", type=count, default=1, help="size of a head (older)")
-    group.add_argument(
-        "--bytes_per_layer_per_block",
-        type=count,
-        default=None,
-        help="bytes of a block of keys, or of values; checked against the shape (older)",
-    )
-    group.add_argument("--num_cpu_blocks", type=_at_least(0), default=4, help="blocks in host memory; 0: none")
-    group.add_argument(
-        "--cache_dtype",
-        default="bfloat16",
-        choices=sorted(ITEM_NBYTES),
-        help="element type of the caches; block_wise_fp8: bytes, with scale tensors beside them",
-    )
-    group.add_argument(
-        "--default_dtype",
-        default="bfloat16",
-        choices=sorted(set(ITEM_NBYTES) - {"block_wise_fp8"}),
-        help="of the scales",
-    )
-    group.add_argument(
-        "--speculative_config",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="JSON; num_extra_cache_layer and num_gpu_block_expand_ratio are used",
-    )
-    group.add_argument(
-        "--create_cache_tensor",
-        action="store_true",
-        help="create the GPU caches and export them; default: attach to the engine's",
-    )
-
-
-def _add_refused(group: Any) -> None:
-    group.add_argument("--splitwise_role", default="mixed", help="only mixed")
-    group.add_argument("--enable_splitwise", type=int, default=0, help="only 0")
-    group.add_argument("--protocol", default="ipc", help="only ipc")
-    group.add_argument("--kvcache_storage_backend", default=None, help="none is served")
-    group.add_argument(
-        "--routing_replay_config",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="accepted only with enable_routing_replay off: routing data is not moved",
-    )
-    for name in (
-        "rdma_port",
-        "pod_ip",
-        "engine_worker_queue_port",
-        "engine_pid",
-        "ipc_suffix",
-        "max_model_len",
-        "write_policy",
-        "model_path",
-    ):
-        group.add_argument(f"--{name}", default=None, help="accepted and ignored")
-
-
-def _add_own(group: Any) -> None:
-    group.add_argument("--device", default=None, metavar="NAME", help="cuda:N or host:N, instead of --device_id")
-    group.add_argument(
-        "--slab",
-        action="store_true",
-        help="with --create_cache_tensor: one allocation for all layers, which the copy engine moves "
-        "faster; FastDeploy's segments cannot express offsets, so kvswap's client must attach",
-    )
-    group.add_argument(
-        "--mps", action="store_true", help="the engine and this process share the GPU by MPS: kernels may be used"
-    )
-    group.add_argument(
-        "--keep_swap_space",
-        action="store_true",
-        help="keep host memory when caches are cleared (FD_ENABLE_SWAP_SPACE_CLEARING=0)",
-    )
-    group.add_argument(
-        "--queue_limit",
-        type=_at_least(1),
-        default=1024,
-        help="limit of tasks under way of all clients; beyond it QueueFull is raised",
-    )
-    for name, default, what in (
-        ("rank_timeout", 5.0, "a rank without a message for this long counts as dead"),
-        ("task_timeout", 60.0, "a task that takes longer is reported failed"),
-        ("step_timeout", 300.0, "limit of each rank's step when clearing, restoring or attaching"),
-        ("stop_timeout", 30.0, "how long tasks under way may take after SIGTERM"),
-    ):
-        group.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=f"{what} ({default:g})")
-    group.add_argument(
-        "--metrics_port",
-        type=_at_least(1, places.MOST_PORT),
-        default=None,
-        metavar="PORT",
-        help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",
-    )
-    group.add_argument("--log_format", choices=("text", "json"), default="text", help="log format; one line a task")
-    group.add_argument(
-        "--log_level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="level of the log (info); debug adds why a step failed",
-    )
+    _add(parser, "the model's caches, by FastDeploy's options", _MODEL)
+    _add(parser, "FastDeploy's options that are refused or ignored", _REFUSED)
+    _add(parser, "kvswap's own", _OWN)
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -255,7 +177,7 @@ def _refuse(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given != value:
             raise ValueError(f"--{name} {given}: {why}")
-    if args.routing_replay_config.get("enable_routing_replay"):
+    if args.routing_replay_config is not None and args.routing_replay_config.enable_routing_replay:
         raise ValueError("--routing_replay_config: enable_routing_replay is on, but experts' choices are not moved")
 
 
@@ -266,12 +188,8 @@ def _layout(args: argparse.Namespace) -> Layout:
         raise ValueError("--value_cache_shape goes with --key_cache_shape")
     if value_shape and value_shape[0] != key_shape[0]:
         raise ValueError(f"--value_cache_shape has {value_shape[0]} blocks, --key_cache_shape {key_shape[0]}")
-    extra = args.speculative_config.get("num_extra_cache_layer", 0)
-    ratio = args.speculative_config.get("num_gpu_block_expand_ratio", 1)
-    if isinstance(extra, bool) or not isinstance(extra, int) or extra < 0:
-        raise ValueError(f"--speculative_config: num_extra_cache_layer is {extra!r}, no number of layers")
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1000:
-        raise ValueError(f"--speculative_config: num_gpu_block_expand_ratio is {ratio!r}, no ratio")
+    speculative = args.speculative_config
+    extra = 0 if speculative is None else speculative.num_extra_cache_layer
     layout = Layout(
         rank=args.rank,
         device_id=args.device_id,
@@ -281,7 +199,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         cache_dtype=args.cache_dtype,
         scale_dtype=args.default_dtype,
         num_extra_layers=extra,
-        extra_blocks=max(1, int(key_shape[0] * ratio)) if extra else 0,
+        extra_blocks=max(1, int(key_shape[0] * speculative.num_gpu_block_expand_ratio)) if extra else 0,
         num_cpu_blocks=args.num_cpu_blocks,
     )
     least, said = layout.caches()[0].block_nbytes, args.bytes_per_layer_per_block

@@ -7,10 +7,11 @@ submission, and a swap fails that reads a block which a failed swap was to write
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,21 +23,14 @@ from kvswap.fastdeploy.manager.messages import Handles, Kind
 __all__ = ["GpuSide", "HostSide", "attach", "create", "submit"]
 
 
-class _Owned(Protocol):
-    """Memory of a cache: an allocation of this process, or a mapping of the engine's allocation."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
 class GpuSide:
     """One generation of the caches on the GPU. close() frees the created caches, or closes the opened ones."""
 
-    def __init__(self, device: _C.Device, caches: Sequence[Cache], owned: Sequence[_Owned], generation: int) -> None:
+    def __init__(self, device: _C.Device, caches: Sequence[Cache], ptrs: Sequence[int], generation: int) -> None:
         self.generation = generation
         self.handles: Handles = {}
         self._closers: list[Callable[[], None]] = []
-        self.pools = _pools(device, caches, [memory.ptr for memory in owned], "gpu")
+        self.pools = _pools(device, caches, ptrs, "gpu")
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Register a function that close() calls; the last registered one runs first."""
@@ -73,13 +67,6 @@ def _pools(
     return pools
 
 
-class _Part:
-    """A cache inside a slab."""
-
-    def __init__(self, slab: _C.Memory, ptr: int) -> None:
-        self.slab, self.ptr = slab, ptr
-
-
 _ALIGN = 512
 
 
@@ -91,25 +78,24 @@ def create(device: _C.Device, layout: Layout, slab: bool, after: int) -> GpuSide
     caches = layout.caches()
     generation = max(after + 1, time.time_ns())
     if slab:
-        sizes = [-(-cache.nbytes // _ALIGN) * _ALIGN for cache in caches]
-        memory = device.alloc(sum(sizes))
-        offsets = itertools.accumulate(sizes, initial=0)
-        owned: list[Any] = [_Part(memory, memory.ptr + offset) for offset, _ in zip(offsets, caches, strict=False)]
-        allocations = [memory]
+        *offsets, nbytes = itertools.accumulate((-(-cache.nbytes // _ALIGN) * _ALIGN for cache in caches), initial=0)
+        allocations = [device.alloc(nbytes)]
+        ptrs = [allocations[0].ptr + offset for offset in offsets]
     else:
         allocations = [device.alloc(cache.nbytes) for cache in caches]
-        owned = list(allocations)
-    side = GpuSide(device, caches, owned, generation)
-    for memory in allocations:
-        side.on_close(memory.free)
+        ptrs = [allocation.ptr for allocation in allocations]
+    side = GpuSide(device, caches, ptrs, generation)
+    for allocation in allocations:
+        side.on_close(allocation.free)
     try:
-        for memory in allocations:
-            ipc.zero(memory)
-        for cache, memory in zip(caches, owned, strict=True):
-            side.handles[cache.name] = ipc.export_bytes(device, memory.ptr, cache.nbytes, generation)
+        for allocation in allocations:
+            ipc.zero(allocation)
+        for cache, ptr in zip(caches, ptrs, strict=True):
+            exported = memory.export(ptr, device=device, nbytes=cache.nbytes, generation=generation)
+            side.handles[cache.name] = exported.to_bytes()
             if not slab:
-                ipc.write_segment(cache.name, device, memory.ptr, cache.nbytes)
-                side.on_close(lambda name=cache.name: ipc.unlink_segment(name))  # type: ignore[misc]
+                ipc.write_segment(cache.name, device, ptr, cache.nbytes)
+                side.on_close(functools.partial(ipc.unlink_segment, cache.name))
     except BaseException:
         side.close()
         raise
@@ -124,15 +110,15 @@ def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSid
     caches = layout.caches()
     if handles is not None and (missing := [cache.name for cache in caches if cache.name not in handles]):
         raise ValueError(f"no handle of {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
-    opened: list[ipc.Opened] = []
+    opened: list[_C.Mapped] = []
     try:
         for cache in caches:
             if handles is None:
                 opened.append(ipc.open_segment(cache.name, device, cache.nbytes))
             else:
-                opened.append(ipc.open_bytes(handles[cache.name], device, cache.nbytes))
-            _check_apart(caches, opened)
-        side = GpuSide(device, caches, opened, time.time_ns())
+                opened.append(memory.open(handles[cache.name], device=device))
+            _check_last(caches, opened)
+        side = GpuSide(device, caches, [each.ptr for each in opened], time.time_ns())
     except BaseException:
         for each in opened:
             each.close()
@@ -142,10 +128,15 @@ def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSid
     return side
 
 
-def _check_apart(caches: Sequence[Cache], opened: Sequence[ipc.Opened]) -> None:
-    """Refuse two caches at one address. FastDeploy's set_data_ipc() shares the start of a tensor's allocation, so that
-    all tensors of one allocation open at the same address."""
+def _check_last(caches: Sequence[Cache], opened: Sequence[_C.Mapped]) -> None:
+    """Refuse a cache of another size, or at the address of another. FastDeploy's set_data_ipc() shares the start of a
+    tensor's allocation, so that all tensors of one allocation open at the same address."""
     last, cache = opened[-1], caches[len(opened) - 1]
+    if last.nbytes != cache.nbytes:
+        raise ValueError(
+            f"{cache.name}: the handle is of {last.nbytes} bytes, but the cache has {cache.nbytes}: the two sides have "
+            "other shapes"
+        )
     for other, known in zip(caches, opened[:-1], strict=False):
         if last.ptr < known.ptr + known.nbytes and known.ptr < last.ptr + last.nbytes:
             raise ValueError(
@@ -159,18 +150,11 @@ class HostSide:
     block is refused, since its bytes mean nothing."""
 
     def __init__(self, device: _C.Device, layout: Layout) -> None:
-        self._layout = layout
-        self._device = device
-        self._memory: memory.HostPool | None = memory.HostPool(layout.num_cpu_blocks, layout.slot_nbytes, device=device)
-        self.written = np.zeros(layout.num_cpu_blocks, np.bool_)
-        self.pools = self._open(self._memory)
-
-    def _open(self, pool: memory.HostPool) -> list[_C.Pool]:
-        caches = self._layout.caches()
-        offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=pool.ptr)
-        ptrs = list(offsets)[:-1]
-        stride, count = self._layout.slot_nbytes, self._layout.num_cpu_blocks
-        return _pools(self._device, caches, ptrs, "host", stride, count)
+        caches, count, stride = layout.caches(), layout.num_cpu_blocks, layout.slot_nbytes
+        self._memory: memory.HostPool | None = memory.HostPool(count, stride, device=device)
+        self.written = np.zeros(count, np.bool_)
+        offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=self._memory.ptr)
+        self.pools = _pools(device, caches, list(offsets)[:-1], "host", stride, count)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Mark blocks as unwritten: a swap to the host failed before it was queued, and they hold older data."""

@@ -247,6 +247,22 @@ class Number(msgspec.Struct):
     request: Request = 0
 
 
+# -- options in JSON --------------------------------------------------------------------------------------------------
+
+
+class Speculative(msgspec.Struct):
+    """--speculative_config, as far as it is used."""
+
+    num_extra_cache_layer: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_gpu_block_expand_ratio: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+
+
+class RoutingReplay(msgspec.Struct):
+    """--routing_replay_config, as far as it is used."""
+
+    enable_routing_replay: bool = False
+
+
 Operation: TypeAlias = Drain | Clear | Attach | Restore
 FromClient: TypeAlias = Submit | GetStatus | GetHandles | Operation
 FromRank: TypeAlias = Hello | Beat | Done | StepDone | Leave

@@ -32,8 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvswap import _C
-from kvswap.fastdeploy import ipc
+from kvswap import _C, memory
 from kvswap.fastdeploy.manager import caches
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.messages import Done, Handles, Kind, State, Step, StepDone, Task
@@ -303,7 +302,7 @@ class Worker:
         event = self._events.get(exported)
         if event is None:
             assert self._device is not None
-            event = self._events[exported] = ipc.open_event(exported, self._device)
+            event = self._events[exported] = memory.open_event(exported, device=self._device)
             while len(self._events) > _MOST_EVENTS:
                 self._events.popitem(last=False)
         self._events.move_to_end(exported)
