@@ -99,7 +99,9 @@ def check_wheel(path, release):
             if not any(name.endswith(f".data/data/share/kvswap/monitoring/{wanted}") for name in names):
                 yield f"lacks {wanted}"
         for name in names:
-            if not re.match(r"kvswap/|kvswap-[^/]+\.(dist-info|data/data/share/kvswap/monitoring)/", name):
+            if name.endswith(".pyc") or not re.match(
+                r"kvswap/|kvswap-[^/]+\.(dist-info|data/data/share/kvswap/monitoring)/", name
+            ):
                 yield f"has {name}"
         if b'"""Copy sizes[i] bytes' not in archive.read("kvswap/_C.pyi"):
             yield "has a stub without the docstrings of the C code"

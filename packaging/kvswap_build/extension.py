@@ -50,7 +50,7 @@ class Build(build_ext):
         """Of a build that runs on this machine, which one for another machine or with sanitizers may not."""
         stub = Path(self.build_lib, "kvswap", "_C.pyi")
         paths = [os.path.abspath(self.build_lib), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, os.fspath(STUB_DOCS), os.fspath(stub)]
+        command = [sys.executable, "-B", os.fspath(STUB_DOCS), os.fspath(stub)]  # -B: no .pyc beside the built package
         if (
             stub.exists()
             and subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
