@@ -1,15 +1,15 @@
 /* The address of a tensor, by the first that applies: an int, a NumPy array, data_ptr(), DLPack, the array interfaces,
  * the buffer protocol, __index__. Integer types come first: a NumPy integer has an array interface too, with the
  * address of the number itself. __index__ comes last: every torch tensor has one. */
-#include "address.h"
-#include "args.h"
-#include "objects.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/objects.h"
 
 #include <string.h>
 
 int kvs_py_hold(PyObject **hold, PyObject *object) {
-  if (hold == NULL) return 0;
-  if (*hold == NULL && (*hold = PyList_New(0)) == NULL) return -1;
+  if (!hold) return 0;
+  if (!*hold && !(*hold = PyList_New(0))) return -1;
   return PyList_Append(*hold, object);
 }
 
@@ -44,10 +44,10 @@ int kvs_py_check_size(const char *name, Py_ssize_t index, uint64_t limit, uint64
 /* A tensor without memory: on the meta device, or fake. Always -1. */
 static int no_memory(PyObject *object, const char *name, Py_ssize_t index) {
   PyObject *device = PyObject_GetAttrString(object, "device");
-  if (device == NULL) PyErr_Clear();
+  if (!device) PyErr_Clear();
   kvs_py_complain(PyExc_ValueError, name, index,
                   "is a tensor without memory (%s on device %S, address 0): allocate it on a real device first",
-                  Py_TYPE(object)->tp_name, device == NULL ? Py_None : device);
+                  Py_TYPE(object)->tp_name, device ? device : Py_None);
   Py_XDECREF(device);
   return -1;
 }
@@ -58,7 +58,7 @@ static int no_address(PyObject *object, const char *name, Py_ssize_t index) {
   if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
   PyErr_Fetch(&type, &value, &traceback);
   kvs_py_complain(PyExc_ValueError, name, index, "is a %s without one address (%S): must be a dense tensor",
-                  Py_TYPE(object)->tp_name, value == NULL ? Py_None : value);
+                  Py_TYPE(object)->tp_name, value ? value : Py_None);
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(traceback);
@@ -70,7 +70,7 @@ static int no_address(PyObject *object, const char *name, Py_ssize_t index) {
 static int call_method(PyObject *object, PyObject *method, PyObject **value) {
   PyObject *const arguments[] = {object};
   *value = PyObject_VectorcallMethod(method, arguments, 1, NULL);
-  if (*value != NULL) return 1;
+  if (*value) return 1;
   if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
   PyErr_Clear();
   return 0;
@@ -84,7 +84,7 @@ static int number_of(PyObject *object, PyObject *attribute, const char *name, Py
   if (!PyLong_CheckExact(value) && PyCallable_Check(value)) {
     PyObject *called = PyObject_CallNoArgs(value);
     Py_DECREF(value);
-    if (called == NULL) return -1;
+    if (!called) return -1;
     value = called;
   }
   int rc = kvs_py_uint64(value, name, index, number);
@@ -117,7 +117,7 @@ static int is_contiguous(struct kvs_py_state *state, PyObject *object) {
     value = PyObject_CallNoArgs(method);
     Py_DECREF(method);
   }
-  int contiguous = value == NULL ? -1 : PyObject_IsTrue(value);
+  int contiguous = value ? PyObject_IsTrue(value) : -1;
   Py_XDECREF(value);
   return contiguous;
 }
@@ -147,13 +147,13 @@ static int from_data_ptr(struct kvs_py_state *state, PyObject *object, const cha
 /* Bytes of one element: the digits after the two letters of typestr ("<f4"). 0: unknown. */
 static uint64_t element_size(PyObject *interface) {
   PyObject *typestr = PyDict_GetItemString(interface, "typestr");
-  const char *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8(typestr) : NULL;
+  const char *text = typestr && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8(typestr) : NULL;
   uint64_t width = 0;
-  if (text == NULL || text[0] == '\0' || text[1] == '\0') {
+  if (!text || text[0] == '\0' || text[1] == '\0') {
     PyErr_Clear();
     return 0;
   }
-  for (const char *at = text + 2; *at >= '0' && *at <= '9' && width < 1u << 20; ++at)
+  for (const char *at = text + 2; *at >= '0' && *at <= '9' && width < 1u << 20; at++)
     width = width * 10 + (uint64_t)(*at - '0');
   return width;
 }
@@ -164,8 +164,8 @@ static int read_shape(PyObject *object, PyObject *interface, const char *name, P
   PyObject *strides = PyDict_GetItemString(interface, "strides");
   uint64_t width = element_size(interface);
   *nbytes = UINT64_MAX;
-  if (shape == NULL || !PyTuple_Check(shape) || width == 0) return 0;
-  bool strided = strides != NULL && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == PyTuple_GET_SIZE(shape);
+  if (!shape || !PyTuple_Check(shape) || width == 0) return 0;
+  bool strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == PyTuple_GET_SIZE(shape);
   bool contiguous = true;
   uint64_t size = width;
   for (Py_ssize_t d = PyTuple_GET_SIZE(shape) - 1; d >= 0; --d) {
@@ -186,7 +186,7 @@ static int read_shape(PyObject *object, PyObject *interface, const char *name, P
 static int read_interface(PyObject *object, PyObject *interface, const char *name, Py_ssize_t index,
                           struct kvs_py_address *address) {
   PyObject *data = PyDict_GetItemString(interface, "data");
-  if (data == NULL || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) return 0;
+  if (!data || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) return 0;
   if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, index, &address->ptr) < 0) return -1;
   int readonly = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1));
   if (readonly < 0) return -1;
@@ -199,7 +199,7 @@ static int read_copy(PyObject *object, PyObject *interface, const char *name, Py
                      struct kvs_py_address *address) {
   if (!PyDict_Check(interface)) return 0;
   PyObject *copy = PyDict_Copy(interface);
-  int has = copy == NULL ? -1 : read_interface(object, copy, name, index, address);
+  int has = copy ? read_interface(object, copy, name, index, address) : -1;
   Py_XDECREF(copy);
   return has;
 }
@@ -207,7 +207,7 @@ static int read_copy(PyObject *object, PyObject *interface, const char *name, Py
 static int from_interface(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index,
                           PyObject **keep, struct kvs_py_address *address) {
   PyObject *const attributes[2] = {state->s_cuda_array, state->s_array};
-  for (int i = 0; i < 2 && !PyType_Check(object); ++i) {
+  for (int i = 0; i < 2 && !PyType_Check(object); i++) {
     PyObject *interface;
     int has = kvs_py_attribute(object, attributes[i], &interface);
     if (has < 0) return -1;
@@ -228,9 +228,9 @@ static int read_strided(PyObject *interface, const char *name, struct kvs_py_str
   PyObject *shape = PyDict_GetItemString(interface, "shape"), *strides = PyDict_GetItemString(interface, "strides");
   PyObject *data = PyDict_GetItemString(interface, "data"), *stream = PyDict_GetItemString(interface, "stream");
   PyObject *typestr = PyDict_GetItemString(interface, "typestr");
-  const char *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8(typestr) : NULL;
-  if (text == NULL || text[0] == '\0' || shape == NULL || !PyTuple_Check(shape) || data == NULL ||
-      !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) {
+  const char *text = typestr && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8(typestr) : NULL;
+  if (!text || text[0] == '\0' || !shape || !PyTuple_Check(shape) || !data || !PyTuple_Check(data) ||
+      PyTuple_GET_SIZE(data) != 2) {
     PyErr_Clear();
     return kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_array_interface__ that cannot be read");
   }
@@ -238,7 +238,7 @@ static int read_strided(PyObject *interface, const char *name, struct kvs_py_str
   ids->kind = text[0] == '>' ? '>' : text[1];
   ids->width = (unsigned)element_size(interface);
   if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, -1, &ids->ptr) < 0) return -1;
-  ids->ordered = stream != NULL && stream != Py_None;
+  ids->ordered = stream && stream != Py_None;
   if (ids->ordered && kvs_py_uint64(stream, name, -1, &ids->stream) < 0) return -1;
   if (ids->ndim != 1 && ids->ndim != 2) return 1;
   uint64_t count, tokens = 1;
@@ -248,7 +248,7 @@ static int read_strided(PyObject *interface, const char *name, struct kvs_py_str
   ids->tokens = (size_t)tokens;
   ids->step = ids->width;
   if (__builtin_mul_overflow((int64_t)ids->width, tokens, &ids->stride)) ids->stride = INT64_MAX;
-  if (strides == NULL || !PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != ids->ndim) return 1;
+  if (!strides || !PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != ids->ndim) return 1;
   if (ids->ndim == 2 && kvs_py_int64(PyTuple_GET_ITEM(strides, 1), name, -1, &ids->step) < 0) return -1;
   return kvs_py_int64(PyTuple_GET_ITEM(strides, 0), name, -1, &ids->stride) < 0 ? -1 : 1;
 }
@@ -259,9 +259,9 @@ int kvs_py_interface_ids(struct kvs_py_state *state, PyObject *object, const cha
   int has = kvs_py_attribute(object, state->s_cuda_array, &interface);
   if (has <= 0) return has;
   PyObject *copy = PyDict_Check(interface) ? PyDict_Copy(interface) : NULL;
-  if (copy == NULL && !PyErr_Occurred())
+  if (!copy && !PyErr_Occurred())
     kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_array_interface__ that is no dict");
-  has = copy == NULL ? -1 : read_strided(copy, name, ids);
+  has = copy ? read_strided(copy, name, ids) : -1;
   Py_XDECREF(copy);
   if (has == 1)
     *keep = interface; /* the dictionary may own the memory */
@@ -276,7 +276,7 @@ static int from_buffer(PyObject *object, const char *name, Py_ssize_t index, PyO
                        struct kvs_py_address *address) {
   if (!PyObject_CheckBuffer(object)) return 0;
   PyObject *memory = PyMemoryView_FromObject(object); /* holds the buffer export */
-  if (memory == NULL) return -1;
+  if (!memory) return -1;
   const Py_buffer *buffer = PyMemoryView_GET_BUFFER(memory);
   if (!PyBuffer_IsContiguous(buffer, 'C')) {
     kvs_py_not_contiguous(memory, name, index);
@@ -307,7 +307,7 @@ static int finish(PyObject *object, const char *name, Py_ssize_t index, bool wri
   if (write && address->readonly)
     return kvs_py_complain(PyExc_ValueError, name, index, "is the destination and read-only");
   if (kvs_py_hold(hold, object) < 0) return -1;
-  return keep == NULL ? 0 : kvs_py_hold(hold, keep);
+  return keep ? kvs_py_hold(hold, keep) : 0;
 }
 
 int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
@@ -338,8 +338,8 @@ static int pointers_from_tuple(struct kvs_py_state *state, PyObject *items, cons
   uint64_t *data;
   PyObject *array = kvs_py_uint64_array(2 * count, &data);
   struct kvs_py_exchange exchange = {NULL, NULL};
-  if (array == NULL) return -1;
-  for (size_t i = 0; i < count; ++i) {
+  if (!array) return -1;
+  for (size_t i = 0; i < count; i++) {
     struct kvs_py_address address;
     PyObject *item = PyTuple_GET_ITEM(items, (Py_ssize_t)i);
     bool read = kvs_py_exchange_read(state, &exchange, item, &address) == 1;
@@ -364,8 +364,8 @@ int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *na
   int is = kvs_py_words(state, object, name, list);
   if (is != 0) return is < 0 ? -1 : 0;
   PyObject *items = PyUnicode_Check(object) || !PySequence_Check(object) ? NULL : PySequence_Tuple(object);
-  if (items == NULL && PyErr_Occurred()) return -1;
-  if (items == NULL)
+  if (!items && PyErr_Occurred()) return -1;
+  if (!items)
     return kvs_py_complain(PyExc_TypeError, name, -1,
                            "must be a list of tensors or addresses, or an int64 or uint64 array, not %s%s",
                            Py_TYPE(object)->tp_name, PyIndex_Check(object) ? ": pass [x] for one" : "");

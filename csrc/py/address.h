@@ -2,7 +2,7 @@
 #ifndef KVS_PY_ADDRESS_H
 #define KVS_PY_ADDRESS_H
 
-#include "dlpack.h"
+#include "py/dlpack.h"
 
 /* An object that must live until the transfer ends is appended to the list *hold, created on demand. hold NULL: the
  * caller keeps the memory valid. write: the address is a destination. */

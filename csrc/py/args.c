@@ -1,6 +1,6 @@
 /* Arguments: one parser driven by a table of names, and the conversions of plain values. Every message begins with the
  * name of the argument and, in a list, the index. */
-#include "args.h"
+#include "py/args.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -9,7 +9,7 @@
 const char *const kvs_py_priority_names[3] = {"normal", "high", "background"};
 
 static int find_name(const struct kvs_py_args *spec, PyObject *key) {
-  for (int i = 0; i < spec->total; ++i)
+  for (int i = 0; i < spec->total; i++)
     if (PyUnicode_CompareWithASCIIString(key, spec->names[i]) == 0) return i;
   return -1;
 }
@@ -17,17 +17,17 @@ static int find_name(const struct kvs_py_args *spec, PyObject *key) {
 /* An unknown keyword: name the nearest one, else all. Always -1. */
 static int unknown_keyword(const struct kvs_py_args *spec, PyObject *key) {
   PyObject *names = PyList_New(0), *module = NULL, *close = NULL;
-  for (int i = 0; names != NULL && i < spec->total; ++i) {
+  for (int i = 0; names && i < spec->total; i++) {
     PyObject *name = PyUnicode_FromString(spec->names[i]);
-    if (name == NULL || PyList_Append(names, name) < 0) Py_CLEAR(names);
+    if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
     Py_XDECREF(name);
   }
-  if (names != NULL) module = PyImport_ImportModule("difflib");
-  if (module != NULL) close = PyObject_CallMethod(module, "get_close_matches", "OOi", key, names, 1);
-  if (close != NULL && PyList_GET_SIZE(close) == 1)
+  if (names) module = PyImport_ImportModule("difflib");
+  if (module) close = PyObject_CallMethod(module, "get_close_matches", "OOi", key, names, 1);
+  if (close && PyList_GET_SIZE(close) == 1)
     PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R: did you mean %R?", spec->function, key,
                  PyList_GET_ITEM(close, 0));
-  else if (close != NULL)
+  else if (close)
     PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R: it takes %R", spec->function, key,
                  names);
   Py_XDECREF(close);
@@ -37,12 +37,12 @@ static int unknown_keyword(const struct kvs_py_args *spec, PyObject *key) {
 }
 
 static int take_keywords(const struct kvs_py_args *spec, PyObject *const *args, PyObject *kwnames, PyObject **values) {
-  Py_ssize_t count = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
-  for (Py_ssize_t k = 0; k < count; ++k) {
+  Py_ssize_t count = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
+  for (Py_ssize_t k = 0; k < count; k++) {
     PyObject *key = PyTuple_GET_ITEM(kwnames, k);
     int at = find_name(spec, key);
     if (at < 0) return unknown_keyword(spec, key);
-    if (values[at] != NULL) {
+    if (values[at]) {
       PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument %R", spec->function, key);
       return -1;
     }
@@ -58,10 +58,10 @@ int kvs_py_args_parse(const struct kvs_py_args *spec, PyObject *const *args, Py_
                  spec->positional, nargs);
     return -1;
   }
-  for (int i = 0; i < spec->total; ++i) values[i] = i < nargs ? args[i] : NULL;
+  for (int i = 0; i < spec->total; i++) values[i] = i < nargs ? args[i] : NULL;
   if (take_keywords(spec, args + nargs, kwnames, values) < 0) return -1;
-  for (int i = 0; i < spec->required; ++i) {
-    if (values[i] != NULL) continue;
+  for (int i = 0; i < spec->required; i++) {
+    if (values[i]) continue;
     PyErr_Format(PyExc_TypeError, "%s() missing required argument '%s'", spec->function, spec->names[i]);
     return -1;
   }
@@ -73,7 +73,7 @@ int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, con
   va_start(list, format);
   PyObject *text = PyUnicode_FromFormatV(format, list);
   va_end(list);
-  if (text == NULL) return -1;
+  if (!text) return -1;
   if (index < 0)
     PyErr_Format(exception, "%s %U", name, text);
   else
@@ -86,7 +86,7 @@ int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, con
 static PyObject *exact_int(PyObject *value, const char *name, Py_ssize_t index) {
   if (PyLong_CheckExact(value)) return Py_NewRef(value);
   PyObject *number = PyBool_Check(value) || !PyIndex_Check(value) ? NULL : PyNumber_Index(value);
-  if (number != NULL) return number;
+  if (number) return number;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
@@ -107,7 +107,7 @@ static int out_of_range(PyObject *number, const char *name, Py_ssize_t index, co
 
 int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *number) {
   PyObject *exact = exact_int(value, name, index);
-  if (exact == NULL) return -1;
+  if (!exact) return -1;
   *number = PyLong_AsLongLong(exact);
   int rc = *number == -1 && PyErr_Occurred() ? out_of_range(exact, name, index, "a signed 64-bit number") : 0;
   Py_DECREF(exact);
@@ -116,7 +116,7 @@ int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *n
 
 int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t *number) {
   PyObject *exact = exact_int(value, name, index);
-  if (exact == NULL) return -1;
+  if (!exact) return -1;
   *number = PyLong_AsUnsignedLongLong(exact); /* OverflowError for a negative number too */
   int rc = 0, beyond;
   if (*number == UINT64_MAX && PyErr_Occurred()) {
@@ -131,11 +131,11 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
 
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count) {
   bool text = PyUnicode_Check(value);
-  for (int i = 0; text && i < count; ++i)
+  for (int i = 0; text && i < count; i++)
     if (PyUnicode_CompareWithASCIIString(value, choices[i]) == 0) return i;
   char all[120] = "";
   int used = 0;
-  for (int i = 0; i < count && used >= 0 && (size_t)used < sizeof all; ++i)
+  for (int i = 0; i < count && used >= 0 && (size_t)used < sizeof all; i++)
     used += snprintf(all + used, sizeof all - (size_t)used, "%s'%s'", i == 0 ? "" : ", ", choices[i]);
   if (!text)
     return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, one of %s, not %s", all, Py_TYPE(value)->tp_name);
@@ -144,7 +144,7 @@ int kvs_py_choice(PyObject *value, const char *name, const char *const *choices,
 
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {
   *ns = -1;
-  if (value == NULL || value == Py_None) return 0;
+  if (!value || value == Py_None) return 0;
   double seconds = PyBool_Check(value) ? -1.0 : PyFloat_AsDouble(value);
   bool error = PyErr_Occurred() != NULL, large = error && PyErr_ExceptionMatches(PyExc_OverflowError);
   if (error && !large && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
@@ -154,16 +154,16 @@ int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {
                            Py_TYPE(value)->tp_name);
   if (large) { /* an int beyond a double */
     PyObject *zero = PyLong_FromLong(0);
-    int positive = zero == NULL ? -1 : PyObject_RichCompareBool(value, zero, Py_GT);
+    int positive = zero ? PyObject_RichCompareBool(value, zero, Py_GT) : -1;
     Py_XDECREF(zero);
     if (positive < 0) return -1;
     seconds = positive ? 9e9 : -1.0;
   }
   if (!(seconds >= 0)) {
     PyObject *shown = PyFloat_FromDouble(seconds);
-    int rc = shown == NULL ? -1
-                           : kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 0 or more seconds",
-                                             large ? shown : value);
+    int rc =
+        shown ? kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 0 or more seconds", large ? shown : value)
+              : -1;
     Py_XDECREF(shown);
     return rc;
   }
@@ -173,7 +173,7 @@ int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {
 
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value) {
   *value = PyObject_GetAttr(object, name);
-  if (*value != NULL) return 1;
+  if (*value) return 1;
   if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
   PyErr_Clear();
   return 0;
@@ -187,11 +187,11 @@ int kvs_py_same_length(const char *name, size_t count, const char *other, size_t
 
 int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) {
   PyObject *shape = PyObject_GetAttrString(object, "shape");
-  if (shape == NULL) PyErr_Clear();
+  if (!shape) PyErr_Clear();
   kvs_py_complain(PyExc_ValueError, name, index,
                   "is not contiguous (shape %S): to use its memory in place pass its address, data_ptr() or "
                   ".ctypes.data, and a stride; a contiguous copy has other memory, so it serves as a source only",
-                  shape == NULL ? Py_None : shape);
+                  shape ? shape : Py_None);
   Py_XDECREF(shape);
   return -1;
 }

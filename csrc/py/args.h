@@ -2,7 +2,7 @@
 #ifndef KVS_PY_ARGS_H
 #define KVS_PY_ARGS_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 struct kvs_py_args {
   const char *function;

@@ -2,9 +2,9 @@
  * right type is read in place. */
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
-#include "arrays.h"
-#include "args.h"
-#include "objects.h"
+#include "py/arrays.h"
+#include "py/args.h"
+#include "py/objects.h"
 
 #include <numpy/arrayobject.h>
 
@@ -13,7 +13,7 @@ int kvs_py_arrays_init(void) { return PyArray_ImportNumPyAPI(); }
 static PyObject *new_array(size_t count, int type, void **data) {
   npy_intp shape[1] = {(npy_intp)count};
   PyObject *array = PyArray_SimpleNew(1, shape, type);
-  if (array != NULL) *data = PyArray_DATA((PyArrayObject *)array);
+  if (array) *data = PyArray_DATA((PyArrayObject *)array);
   return array;
 }
 
@@ -42,7 +42,7 @@ PyObject *kvs_py_rows_view(PyObject *base, uint64_t ptr, uint64_t rows, uint64_t
   npy_intp shape[2] = {(npy_intp)rows, (npy_intp)row_nbytes}, strides[2] = {(npy_intp)stride, 1};
   PyObject *array =
       PyArray_New(&PyArray_Type, 2, shape, NPY_UINT8, strides, (void *)(uintptr_t)ptr, 0, NPY_ARRAY_WRITEABLE, NULL);
-  if (array == NULL) {
+  if (!array) {
     Py_DECREF(base);
     return NULL;
   }
@@ -88,7 +88,7 @@ static int as_array(struct kvs_py_state *state, PyObject *object, PyArrayObject 
     if (has <= 0) return has;
   }
   *array = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
-  return *array == NULL ? -1 : 1;
+  return *array ? 1 : -1;
 }
 
 static int check_array(PyArrayObject *array, const char *name, const char *wanted, bool fits) {
@@ -120,7 +120,7 @@ static int refuse_ids(PyObject *object, const char *name) {
   PyErr_Fetch(&type, &value, &traceback);
   kvs_py_complain(PyExc_TypeError, name, -1,
                   "is a %s that the host cannot read (%S): pass a copy in host memory, ids.cpu() or a list",
-                  Py_TYPE(object)->tp_name, value == NULL ? Py_None : value);
+                  Py_TYPE(object)->tp_name, value ? value : Py_None);
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(traceback);
@@ -132,13 +132,13 @@ static int refuse_ids(PyObject *object, const char *name) {
 
 /* One tensor where a list of tensors is wanted. array NULL: NumPy could not convert it. Always -1. */
 static int refuse_tensor(PyObject *object, PyArrayObject *array, const char *name) {
-  if (array == NULL && !conversion_failed()) return -1;
+  if (!array && !conversion_failed()) return -1;
   PyErr_Clear();
-  PyObject *shape = PyObject_GetAttrString(array == NULL ? object : (PyObject *)array, "shape");
-  if (shape == NULL) PyErr_Clear();
-  PyObject *type = array == NULL ? (PyObject *)Py_TYPE(object) : (PyObject *)PyArray_DESCR(array);
+  PyObject *shape = PyObject_GetAttrString(array ? (PyObject *)array : object, "shape");
+  if (!shape) PyErr_Clear();
+  PyObject *type = array ? (PyObject *)PyArray_DESCR(array) : (PyObject *)Py_TYPE(object);
   kvs_py_complain(PyExc_TypeError, name, -1, "is one tensor (%S, shape %S): " POINTERS_WANTED, type,
-                  shape == NULL ? Py_None : shape);
+                  shape ? shape : Py_None);
   Py_XDECREF(shape);
   return -1;
 }
@@ -146,7 +146,7 @@ static int refuse_tensor(PyObject *object, PyArrayObject *array, const char *nam
 /* The array itself if it is contiguous, aligned and in native byte order, else a copy. Steals the reference. */
 static PyArrayObject *in_order(PyArrayObject *array, int type) {
   PyArray_Descr *descr = PyArray_DescrFromType(type);
-  PyArrayObject *ready = descr == NULL ? NULL : (PyArrayObject *)PyArray_FromArray(array, descr, NPY_ARRAY_IN_ARRAY);
+  PyArrayObject *ready = descr ? (PyArrayObject *)PyArray_FromArray(array, descr, NPY_ARRAY_IN_ARRAY) : NULL;
   Py_DECREF(array);
   return ready;
 }
@@ -167,7 +167,7 @@ static PyObject *as_tuple(PyObject *object, const char *name, const char *wanted
     return NULL;
   }
   PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
-  if (items != NULL) return items;
+  if (items) return items;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
@@ -179,12 +179,12 @@ static PyObject *as_tuple(PyObject *object, const char *name, const char *wanted
 
 static int ids_from_sequence(PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep) {
   PyObject *items = as_tuple(object, name, "an int32 or int64 array or a sequence of ints");
-  if (items == NULL) return -1;
+  if (!items) return -1;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
   int64_t *data;
   PyObject *array = kvs_py_int64_array((size_t)count, &data);
-  int rc = array == NULL ? -1 : 0;
-  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = kvs_py_int64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
+  int rc = array ? 0 : -1;
+  for (Py_ssize_t i = 0; rc == 0 && i < count; i++) rc = kvs_py_int64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
   Py_DECREF(items);
   if (rc < 0) {
     Py_XDECREF(array);
@@ -198,7 +198,7 @@ static int ids_from_sequence(PyObject *object, const char *name, struct kvs_ids 
 /* uint64 ids are used as int64. */
 static int check_natural_ids(const char *name, const struct kvs_ids *ids) {
   const uint64_t *data = ids->data;
-  for (size_t i = 0; i < ids->count; ++i) {
+  for (size_t i = 0; i < ids->count; i++) {
     unsigned long long id = data[i];
     if (id > INT64_MAX)
       return kvs_py_complain(PyExc_IndexError, name, (Py_ssize_t)i, "is %llu: a block id is below 2**63", id);
@@ -218,7 +218,7 @@ int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, s
   }
   bool narrow = is_signed(array, 4), natural = is_unsigned(array, 8); /* the others are converted to int64 */
   array = in_order(array, narrow ? NPY_INT32 : natural ? NPY_UINT64 : NPY_INT64);
-  if (array == NULL) return -1;
+  if (!array) return -1;
   ids->data = PyArray_DATA(array);
   ids->width = narrow ? 4 : 8;
   ids->count = (size_t)PyArray_SIZE(array);
@@ -241,7 +241,7 @@ int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name,
     return -1;
   }
   array = in_order(array, is_signed(array, 8) ? NPY_INT64 : NPY_UINT64);
-  if (array == NULL) return -1;
+  if (!array) return -1;
   list->data = PyArray_DATA(array);
   list->count = (size_t)PyArray_SIZE(array);
   list->words = true;
@@ -255,11 +255,11 @@ enum { PART_COLUMNS = 6 };
 
 static int fill_part(const int64_t *row, const char *name, Py_ssize_t index, bool natural, struct kvs_part *part) {
   static const char *const columns[PART_COLUMNS] = {"pair", "layer", "offset", "rows", "row_nbytes", "row_pitch"};
-  for (int i = 0; i < PART_COLUMNS; ++i) {
+  for (int i = 0; i < PART_COLUMNS; i++) {
     bool narrow = i < 2; /* pair and layer */
     if ((natural || row[i] >= 0) && (!narrow || (uint64_t)row[i] <= UINT32_MAX)) continue;
     PyObject *value = natural ? PyLong_FromUnsignedLongLong((uint64_t)row[i]) : PyLong_FromLongLong(row[i]);
-    if (value == NULL) return -1;
+    if (!value) return -1;
     kvs_py_complain(PyExc_ValueError, name, index, "has %s %S: must be 0 %s", columns[i], value,
                     narrow ? "to 2**32 - 1" : "or more");
     Py_DECREF(value);
@@ -274,18 +274,18 @@ static int fill_parts(PyArrayObject *array, const char *name, bool natural, stru
   const int64_t *data = PyArray_DATA(array);
   *count = (size_t)PyArray_DIM(array, 0);
   *parts = PyMem_Calloc(*count, sizeof **parts);
-  if (*parts == NULL) {
+  if (!*parts) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < *count; ++i)
+  for (size_t i = 0; i < *count; i++)
     if (fill_part(data + PART_COLUMNS * i, name, (Py_ssize_t)i, natural, &(*parts)[i]) < 0) return -1;
   return 0;
 }
 
 int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, size_t *count) {
   PyArrayObject *array = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
-  if (array == NULL) {
+  if (!array) {
     if (!PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
     return kvs_py_complain(PyExc_TypeError, name, -1, "must be an integer array of shape (n, 6), not %s",
@@ -305,13 +305,13 @@ int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, si
   }
   if (PyArray_NDIM(array) != 2 || PyArray_DIM(array, 1) != PART_COLUMNS) {
     PyObject *shape = PyObject_GetAttrString((PyObject *)array, "shape");
-    if (shape != NULL) kvs_py_complain(PyExc_ValueError, name, -1, "has shape %S: must be (n, 6)", shape);
+    if (shape) kvs_py_complain(PyExc_ValueError, name, -1, "has shape %S: must be (n, 6)", shape);
     Py_XDECREF(shape);
     Py_DECREF(array);
     return -1;
   }
   array = in_order(array, natural ? NPY_UINT64 : NPY_INT64);
-  if (array == NULL) return -1;
+  if (!array) return -1;
   int rc = fill_parts(array, name, natural, parts, count);
   Py_DECREF(array);
   return rc;
@@ -327,10 +327,10 @@ static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs
     return -1;
   }
   array = in_order(array, natural ? NPY_UINT64 : NPY_INT64);
-  if (array == NULL) return -1;
+  if (!array) return -1;
   const int64_t *data = PyArray_DATA(array);
   npy_intp count = PyArray_SIZE(array);
-  for (npy_intp i = 0; !natural && i < count; ++i) {
+  for (npy_intp i = 0; !natural && i < count; i++) {
     long long number = data[i];
     if (number >= 0) continue;
     Py_DECREF(array);
@@ -344,12 +344,12 @@ static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs
 
 static int numbers_from_sequence(PyObject *object, const char *name, struct kvs_py_list *list) {
   PyObject *items = as_tuple(object, name, "an int or a list of ints");
-  if (items == NULL) return -1;
+  if (!items) return -1;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
   uint64_t *data;
   PyObject *array = kvs_py_uint64_array((size_t)count, &data);
-  int rc = array == NULL ? -1 : 0;
-  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = kvs_py_uint64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
+  int rc = array ? 0 : -1;
+  for (Py_ssize_t i = 0; rc == 0 && i < count; i++) rc = kvs_py_uint64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
   Py_DECREF(items);
   if (rc < 0) {
     Py_XDECREF(array);

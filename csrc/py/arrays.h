@@ -2,7 +2,7 @@
 #ifndef KVS_PY_ARRAYS_H
 #define KVS_PY_ARRAYS_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 struct kvs_py_list {
   const uint64_t *data;

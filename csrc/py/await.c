@@ -4,12 +4,12 @@
  * The end of work on a device is found by asking, as wait() does. Between two looks the thread sleeps, for a hundredth
  * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited, until it is told
  * that there is something new to wait for. */
-#include "await.h"
-#include "../base/fork.h"
-#include "../base/wait.h"
-#include "args.h"
-#include "module.h"
-#include "objects.h"
+#include "py/await.h"
+#include "base/fork.h"
+#include "base/wait.h"
+#include "py/args.h"
+#include "py/module.h"
+#include "py/objects.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t told;
@@ -37,22 +37,22 @@ struct waiting {
 
 PyObject *kvs_py_await(PyObject *self) {
   PyObject *module = PyImport_ImportModule("kvswap._await");
-  PyObject *iterator = module == NULL ? NULL : PyObject_CallMethod(module, "awaiting", "O", self);
+  PyObject *iterator = module ? PyObject_CallMethod(module, "awaiting", "O", self) : NULL;
   Py_XDECREF(module);
   return iterator;
 }
 
 static bool has_ended(const struct awaited *item) {
   struct kvs_transfer_info info;
-  if (item->file != NULL) return kvs_file_transfer_done(item->file);
+  if (item->file) return kvs_file_transfer_done(item->file);
   kvs_transfer_get_info(item->transfer, &info);
   return info.state != KVS_STATE_RUNNING;
 }
 
 static bool any_ended(const struct waiting *waiting) {
   bool ended = false;
-  for (size_t i = 0; i < waiting->nengines; ++i) kvs_engine_collect(waiting->engines[i]);
-  for (size_t i = 0; i < waiting->count && !ended; ++i) ended = has_ended(&waiting->items[i]);
+  for (size_t i = 0; i < waiting->nengines; i++) kvs_engine_collect(waiting->engines[i]);
+  for (size_t i = 0; i < waiting->count && !ended; i++) ended = has_ended(&waiting->items[i]);
   return ended;
 }
 
@@ -74,7 +74,7 @@ static void wait_first(const struct waiting *waiting) {
 }
 
 static void add_engine(struct waiting *waiting, struct kvs_engine *engine) {
-  for (size_t i = 0; i < waiting->nengines; ++i)
+  for (size_t i = 0; i < waiting->nengines; i++)
     if (waiting->engines[i] == engine) return;
   waiting->engines[waiting->nengines++] = engine;
 }
@@ -97,9 +97,9 @@ static int add_item(struct kvs_py_state *state, struct waiting *waiting, PyObjec
 
 static void drop_items(struct waiting *waiting) {
   Py_BEGIN_ALLOW_THREADS /* the last handle of a store closes it */
-  for (size_t i = 0; i < waiting->count; ++i) {
-    if (waiting->items[i].file != NULL) kvs_file_transfer_unref(waiting->items[i].file);
-    if (waiting->items[i].transfer != NULL) kvs_transfer_unref(waiting->items[i].transfer);
+  for (size_t i = 0; i < waiting->count; i++) {
+    if (waiting->items[i].file) kvs_file_transfer_unref(waiting->items[i].file);
+    if (waiting->items[i].transfer) kvs_transfer_unref(waiting->items[i].transfer);
   }
   Py_END_ALLOW_THREADS
   PyMem_Free(waiting->items);
@@ -108,9 +108,9 @@ static void drop_items(struct waiting *waiting) {
 
 static PyObject *positions(const struct waiting *waiting) {
   PyObject *list = PyList_New(0);
-  for (size_t i = 0; list != NULL && i < waiting->count; ++i) {
+  for (size_t i = 0; list && i < waiting->count; i++) {
     PyObject *position = has_ended(&waiting->items[i]) ? PyLong_FromSize_t(i) : NULL;
-    if (position != NULL && PyList_Append(list, position) < 0) Py_CLEAR(list);
+    if (position && PyList_Append(list, position) < 0) Py_CLEAR(list);
     Py_XDECREF(position);
     if (PyErr_Occurred()) Py_CLEAR(list);
   }
@@ -127,14 +127,14 @@ static PyObject *wait_for_first(PyObject *module, PyObject *const *args, Py_ssiz
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_int64(values[1], "seen", -1, &seen) < 0) return NULL;
   PyObject *items = PySequence_Tuple(values[0]);
-  if (items == NULL) return NULL;
+  if (!items) return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
   waiting.seen = (uint64_t)seen;
   waiting.items = PyMem_Calloc((size_t)count + 1, sizeof *waiting.items);
   waiting.engines = PyMem_Calloc((size_t)count + 1, sizeof(struct kvs_engine *));
-  int rc = waiting.items == NULL || waiting.engines == NULL ? -1 : 0;
+  int rc = !waiting.items || !waiting.engines ? -1 : 0;
   if (rc < 0) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = add_item(state, &waiting, PyTuple_GET_ITEM(items, i));
+  for (Py_ssize_t i = 0; rc == 0 && i < count; i++) rc = add_item(state, &waiting, PyTuple_GET_ITEM(items, i));
   if (rc == 0) {
     KVS_PY_NO_GIL(wait_first(&waiting));
     found = positions(&waiting);

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_AWAIT_H
 #define KVS_PY_AWAIT_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 PyObject *kvs_py_await(PyObject *transfer); /* __await__() */
 

@@ -14,8 +14,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "../device/device.h"
-#include "../private.h"
+#include "device/device.h"
+#include "private.h"
 
 struct kvs_py_state; /* objects.h */
 
@@ -24,6 +24,6 @@ struct kvs_py_state; /* objects.h */
   Py_BEGIN_ALLOW_THREADS                                                                                               \
   __VA_ARGS__;                                                                                                         \
   Py_END_ALLOW_THREADS /* one statement without the GIL */
-static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
+static inline bool kvs_py_given(PyObject *value) { return value && value != Py_None; }
 
 #endif

@@ -2,15 +2,15 @@
  * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...": (CTAs, pace, GB/s)}};
  * unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is empty for a path without
  * run costs. */
-#include "calibration.h"
-#include "../paths/calibration.h"
-#include "../paths/costs_default.h"
-#include "args.h"
-#include "dicts.h"
-#include "errors.h"
-#include "module.h"
-#include "open.h"
-#include "options.h"
+#include "py/calibration.h"
+#include "paths/calibration.h"
+#include "paths/costs_default.h"
+#include "py/args.h"
+#include "py/dicts.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/open.h"
+#include "py/options.h"
 
 #include <string.h>
 
@@ -21,9 +21,9 @@ enum { MOST_PATH = 4096 };
 
 static PyObject *numbers_from(const double *numbers, int count) {
   PyObject *list = PyList_New(count);
-  for (int i = 0; list != NULL && i < count; ++i) {
+  for (int i = 0; list && i < count; i++) {
     PyObject *number = PyFloat_FromDouble(numbers[i]);
-    if (number == NULL)
+    if (!number)
       Py_CLEAR(list);
     else
       PyList_SET_ITEM(list, i, number);
@@ -33,7 +33,7 @@ static PyObject *numbers_from(const double *numbers, int count) {
 
 static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
-  for (int i = 1; paths != NULL && i < KVS_PATHS; ++i) {
+  for (int i = 1; paths && i < KVS_PATHS; i++) {
     enum kvs_path path = (enum kvs_path)i;
     if (!kvs_cost_is_known(&costs[i])) continue;
     PyObject *cost = Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
@@ -46,7 +46,7 @@ static PyObject *paths_from(const struct kvs_path_cost *costs) {
 
 static PyObject *tuning_from(const struct kvs_tuning *tuning) {
   PyObject *dict = PyDict_New();
-  for (int i = 0; dict != NULL && i < KVS_TUNINGS; ++i) {
+  for (int i = 0; dict && i < KVS_TUNINGS; i++) {
     double numbers[KVS_TUNING_NUMBERS];
     kvs_tuning_get(tuning, i, numbers);
     if (numbers[0] == 0) continue;
@@ -59,9 +59,9 @@ static PyObject *tuning_from(const struct kvs_tuning *tuning) {
 
 static PyObject *costs_from(const struct kvs_costs *costs) {
   PyObject *dict = PyDict_New();
-  if (dict == NULL) return NULL;
+  if (!dict) return NULL;
   int rc = kvs_py_put(dict, "tuning", tuning_from(&costs->tuning));
-  for (int i = 0; rc == 0 && i < 2; ++i) rc = kvs_py_put(dict, direction_names[i], paths_from(costs->paths[i]));
+  for (int i = 0; rc == 0 && i < 2; i++) rc = kvs_py_put(dict, direction_names[i], paths_from(costs->paths[i]));
   if (rc < 0) Py_CLEAR(dict);
   return dict;
 }
@@ -85,11 +85,11 @@ static int read_double(PyObject *value, const char *name, double *number) {
 
 static int read_numbers(PyObject *value, const char *name, double *numbers, int count) {
   PyObject *items = PySequence_Tuple(value);
-  if (items == NULL) return -1;
+  if (!items) return -1;
   Py_ssize_t length = PyTuple_GET_SIZE(items);
   int rc =
       length == count ? 0 : kvs_py_complain(PyExc_ValueError, name, -1, "has %zd numbers: must be %d", length, count);
-  for (int i = 0; rc == 0 && i < count; ++i) rc = read_double(PyTuple_GET_ITEM(items, i), name, &numbers[i]);
+  for (int i = 0; rc == 0 && i < count; i++) rc = read_double(PyTuple_GET_ITEM(items, i), name, &numbers[i]);
   Py_DECREF(items);
   return rc;
 }
@@ -98,9 +98,9 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
   enum { START, EXTRA, EACH, RUN, PARTS };
   static const char *const names[PARTS] = {"start", "extra", "each", "run"};
   PyObject *values[PARTS];
-  for (int i = 0; i < PARTS; ++i) {
+  for (int i = 0; i < PARTS; i++) {
     values[i] = PyDict_GetItemString(dict, names[i]);
-    if (values[i] == NULL) return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "lacks '%s'", names[i]);
+    if (!values[i]) return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "lacks '%s'", names[i]);
   }
   if (PyDict_Size(dict) != PARTS)
     return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "has more than start, extra, each and run");
@@ -114,7 +114,7 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
 
 static int copy_cost(PyObject *object, enum kvs_path path, struct kvs_path_cost *cost) {
   PyObject *dict = copy_dict(object, kvs_path_name(path));
-  int rc = dict == NULL ? -1 : read_cost(dict, path, cost);
+  int rc = dict ? read_cost(dict, path, cost) : -1;
   Py_XDECREF(dict);
   return rc;
 }
@@ -149,7 +149,7 @@ static int read_part(PyObject *name, PyObject *value, struct kvs_costs *costs) {
   static const char *const names[] = {"d2h", "h2d", "tuning"};
   int i = kvs_py_choice(name, "a name of costs", names, 3);
   PyObject *part = i < 0 ? NULL : copy_dict(value, names[i]);
-  if (part == NULL) return -1;
+  if (!part) return -1;
   int rc = i < 2 ? read_paths(part, costs->paths[i]) : read_tuning(part, &costs->tuning);
   Py_DECREF(part);
   return rc;
@@ -159,7 +159,7 @@ int kvs_py_costs_read(PyObject *object, struct kvs_costs *costs) {
   PyObject *name, *value, *dict = copy_dict(object, "costs");
   Py_ssize_t at = 0;
   int rc = 0;
-  if (dict == NULL) return -1;
+  if (!dict) return -1;
   kvs_costs_clear(costs);
   while (rc == 0 && PyDict_Next(dict, &at, &name, &value)) rc = read_part(name, value, costs);
   Py_DECREF(dict);
@@ -180,7 +180,7 @@ static PyObject *costs_read(PyObject *module, PyObject *object) {
   int rc = KVS_OK;
   if (object != Py_None) {
     const char *path = read_path(object, &keep);
-    if (path == NULL) return NULL;
+    if (!path) return NULL;
     KVS_PY_NO_GIL(rc = kvs_costs_read(path, &costs, &err));
     Py_DECREF(keep);
   }
@@ -196,8 +196,8 @@ static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_costs_read(values[1], &costs) < 0)
     return NULL;
   const char *machine = PyUnicode_AsUTF8(values[2]);
-  const char *path = machine == NULL ? NULL : read_path(values[0], &keep);
-  if (path == NULL) return NULL;
+  const char *path = machine ? read_path(values[0], &keep) : NULL;
+  if (!path) return NULL;
   int rc;
   KVS_PY_NO_GIL(rc = kvs_costs_write(path, &costs, machine, &err));
   Py_DECREF(keep);
@@ -215,7 +215,7 @@ static PyObject *costs_what(PyObject *module, PyObject *const *args, Py_ssize_t 
   (void)module;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   const char *name = PyUnicode_AsUTF8(values[0]);
-  if (name == NULL || kvs_py_uint64(values[1], "driver", -1, &driver) < 0) return NULL;
+  if (!name || kvs_py_uint64(values[1], "driver", -1, &driver) < 0) return NULL;
   snprintf(info.name, sizeof info.name, "%s", name);
   info.driver = (int)driver;
   kvs_costs_what(&info, what);
@@ -224,7 +224,7 @@ static PyObject *costs_what(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 static PyObject *costs_of(PyObject *module, PyObject *device) {
   struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), device);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   PyObject *costs = costs_from(kvs_engine_costs(engine));
   kvs_engine_unref(engine);
   return costs;
@@ -234,7 +234,7 @@ static PyObject *costs_path(PyObject *module, PyObject *object) {
   const char *what = PyUnicode_AsUTF8(object);
   char path[MOST_PATH];
   struct kvs_error err = {0};
-  if (what == NULL) return NULL;
+  if (!what) return NULL;
   if (kvs_costs_path(what, path, sizeof path, &err) != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
   return PyUnicode_DecodeFSDefault(path);
 }

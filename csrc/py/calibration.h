@@ -2,7 +2,7 @@
 #ifndef KVS_PY_CALIBRATION_H
 #define KVS_PY_CALIBRATION_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 struct kvs_costs;
 

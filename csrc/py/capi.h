@@ -2,7 +2,7 @@
 #ifndef KVS_PY_CAPI_H
 #define KVS_PY_CAPI_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 int kvs_py_capi_add(PyObject *module); /* adds the capsule _API */
 

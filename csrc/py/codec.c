@@ -1,8 +1,8 @@
 /* Codecs by the CPU, for kvswap.codecs, which checks arrays: here are addresses. A coding is a capsule. */
-#include "codec.h"
-#include "args.h"
-#include "errors.h"
-#include "module.h"
+#include "py/codec.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
 
 static const char capsule_name[] = "kvswap._C._Coding";
 static const char *const kind_names[] = {"raw", "bf16", "fp16", "e4m3", "e5m2", "fp32"};
@@ -11,9 +11,9 @@ struct kvs_coding *kvs_py_coding_of(PyObject *capsule) { return PyCapsule_GetPoi
 
 struct kvs_coding *kvs_py_coding_from(PyObject *object, const char *name, Py_ssize_t index) {
   PyObject *capsule = PyObject_GetAttrString(object, "_coding");
-  struct kvs_coding *coding = capsule == NULL ? NULL : kvs_py_coding_of(capsule);
+  struct kvs_coding *coding = capsule ? kvs_py_coding_of(capsule) : NULL;
   Py_XDECREF(capsule); /* `object` holds it */
-  if (coding != NULL) return coding;
+  if (coding) return coding;
   PyErr_Clear();
   (void)kvs_py_complain(PyExc_TypeError, name, index, "must be a kvswap.codecs.Coding, not %s",
                         Py_TYPE(object)->tp_name);
@@ -34,7 +34,7 @@ static int read_field(PyObject *item, Py_ssize_t index, struct kvs_field *field)
   field->kind = (enum kvs_kind)kind;
   if (codec == Py_None) return 0;
   field->codec = PyUnicode_AsUTF8(codec);
-  return field->codec == NULL ? -1 : 0;
+  return field->codec ? 0 : -1;
 }
 
 static PyObject *coding_open(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -46,25 +46,25 @@ static PyObject *coding_open(PyObject *module, PyObject *const *args, Py_ssize_t
   PyObject *values[5], *capsule = NULL;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   uint64_t *const numbers[] = {&layout.block_nbytes, &layout.page_nbytes, &layout.pitch};
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < 3; i++)
     if (kvs_py_uint64(values[i], names[i], -1, numbers[i]) < 0) return NULL;
   layout.codec = PyUnicode_AsUTF8(values[3]);
-  if (layout.codec == NULL) return NULL;
+  if (!layout.codec) return NULL;
   if (!PyTuple_Check(values[4])) {
     (void)kvs_py_complain(PyExc_TypeError, "fields", -1, "must be a tuple");
     return NULL;
   }
   layout.nfields = (size_t)PyTuple_GET_SIZE(values[4]);
   struct kvs_field *fields = PyMem_Calloc(layout.nfields + 1, sizeof *fields);
-  if (fields == NULL) return PyErr_NoMemory();
+  if (!fields) return PyErr_NoMemory();
   layout.fields = fields;
   int rc = 0;
-  for (size_t i = 0; rc == 0 && i < layout.nfields; ++i)
+  for (size_t i = 0; rc == 0 && i < layout.nfields; i++)
     rc = read_field(PyTuple_GET_ITEM(values[4], (Py_ssize_t)i), (Py_ssize_t)i, &fields[i]);
   if (rc == 0 && kvs_coding_open(&layout, &coding, &err) != KVS_OK) (void)kvs_py_raise(PyModule_GetState(module), &err);
   PyMem_Free(fields);
-  if (coding != NULL) capsule = PyCapsule_New(coding, capsule_name, drop);
-  if (coding != NULL && capsule == NULL) kvs_coding_close(coding);
+  if (coding) capsule = PyCapsule_New(coding, capsule_name, drop);
+  if (coding && !capsule) kvs_coding_close(coding);
   return capsule;
 }
 
@@ -72,7 +72,7 @@ static PyObject *coding_info(PyObject *module, PyObject *capsule) {
   (void)module;
   const struct kvs_coding *coding = kvs_py_coding_of(capsule);
   struct kvs_coding_info info;
-  if (coding == NULL) return NULL;
+  if (!coding) return NULL;
   kvs_coding_get_info(coding, &info);
   return Py_BuildValue("(KKKKKOs)", (unsigned long long)info.block_nbytes, (unsigned long long)info.page_nbytes,
                        (unsigned long long)info.coded_nbytes, (unsigned long long)info.coded_page_nbytes,
@@ -86,8 +86,8 @@ static const char *const names[] = {"coding",       "blocks", "stride",   "page_
 
 static int read_call(PyObject *const *values, uint64_t numbers[ARGUMENTS], int last, struct kvs_coding **coding) {
   *coding = kvs_py_coding_of(values[CODING]);
-  if (*coding == NULL) return -1;
-  for (int i = BLOCKS; i <= last; ++i)
+  if (!*coding) return -1;
+  for (int i = BLOCKS; i <= last; i++)
     if (kvs_py_uint64(values[i], names[i], -1, &numbers[i]) < 0) return -1;
   return 0;
 }

@@ -5,7 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../kvswap_codec.h"
+#include "kvswap_codec.h"
 
 struct kvs_coding *kvs_py_coding_of(PyObject *capsule); /* borrowed; NULL: an exception is set */
 /* Of a kvswap.codecs.Coding: lives as long as that. TypeError names the argument. */

@@ -1,14 +1,14 @@
 /* kvswap.Device. */
-#include "address.h"
-#include "args.h"
-#include "device_facts.h"
-#include "errors.h"
-#include "memory.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "options.h"
-#include "wait.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/device_facts.h"
+#include "py/errors.h"
+#include "py/memory.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/options.h"
+#include "py/wait.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -21,13 +21,13 @@ static PyObject *device_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   PyObject *name = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:Device", names, &name)) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, name);
-  return engine == NULL ? NULL : kvs_py_device_new(state, engine);
+  return engine ? kvs_py_device_new(state, engine) : NULL;
 }
 
 static void device_dealloc(PyObject *self) {
   struct kvs_engine *engine = kvs_py_device_engine(self);
   kvs_py_object_free(self);
-  if (engine == NULL) return;
+  if (!engine) return;
   kvs_py_collect(engine);
   kvs_engine_unref(engine);
 }
@@ -122,8 +122,8 @@ static PyObject *device_alloc(PyObject *self, PyObject *const *args, Py_ssize_t 
   uint64_t nbytes;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_uint64(values[0], "nbytes", -1, &nbytes) < 0) return NULL;
-  int host = values[1] == NULL ? 0 : PyObject_IsTrue(values[1]);
-  int chunks = values[2] == NULL ? 0 : PyObject_IsTrue(values[2]);
+  int host = values[1] ? PyObject_IsTrue(values[1]) : 0;
+  int chunks = values[2] ? PyObject_IsTrue(values[2]) : 0;
   if (host < 0 || chunks < 0) return NULL;
   if (host && chunks)
     return kvs_py_complain(PyExc_ValueError, "chunks", -1, "is for memory of the device, not of the host"), NULL;
@@ -145,7 +145,7 @@ static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   uint64_t nbytes = address.nbytes;
-  if (values[1] != NULL && values[1] != Py_None) {
+  if (values[1] && values[1] != Py_None) {
     if (kvs_py_uint64(values[1], "nbytes", -1, &nbytes) < 0) return NULL;
     if (nbytes > address.nbytes) {
       PyErr_Format(PyExc_ValueError, "nbytes is %llu, but ptr is a tensor of %llu bytes", (unsigned long long)nbytes,
@@ -190,9 +190,9 @@ static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssiz
   int64_t timeout_ns = 10000000000;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_uint64(values[0], "slot_nbytes", -1, &nbytes) < 0) return NULL;
-  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &count) < 0) return NULL;
+  if (values[1] && kvs_py_uint64(values[1], "count", -1, &count) < 0) return NULL;
   if (count > UINT32_MAX) count = UINT32_MAX; /* out of range, also when cut */
-  if (values[2] != NULL && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
+  if (values[2] && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
   int rc;
   KVS_PY_WAITING(state, rc = kvs_engine_set_slots(engine, nbytes, (unsigned)count, timeout_ns, &err));
   if (kvs_py_waited(state, rc, &err, timeout_ns, "work that may use the slots") < 0) return NULL;
@@ -211,16 +211,16 @@ static PyObject *device_lend(PyObject *self, PyObject *const *args, Py_ssize_t n
   PyObject *values[5];
   int64_t timeout_ns = 10000000000;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (values[1] != NULL && kvs_py_uint64(values[1], "slot_nbytes", -1, &lending.slot_nbytes) < 0) return NULL;
-  if (values[2] != NULL && kvs_py_uint64(values[2], "count", -1, &count) < 0) return NULL;
-  if (values[3] != NULL) lending.share = PyFloat_AsDouble(values[3]);
+  if (values[1] && kvs_py_uint64(values[1], "slot_nbytes", -1, &lending.slot_nbytes) < 0) return NULL;
+  if (values[2] && kvs_py_uint64(values[2], "count", -1, &count) < 0) return NULL;
+  if (values[3]) lending.share = PyFloat_AsDouble(values[3]);
   if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError))
     return kvs_py_complain(PyExc_TypeError, "share", -1, "must be a number, not %s", Py_TYPE(values[3])->tp_name), NULL;
   if (PyErr_Occurred()) return NULL;
-  if (values[4] != NULL && kvs_py_timeout(values[4], "timeout", &timeout_ns) < 0) return NULL;
+  if (values[4] && kvs_py_timeout(values[4], "timeout", &timeout_ns) < 0) return NULL;
   lending.count = count > UINT32_MAX ? UINT32_MAX : (unsigned)count; /* out of range, also when cut */
   struct kvs_engine *borrower = kvs_py_engine_from(state, values[0]);
-  if (borrower == NULL) return NULL;
+  if (!borrower) return NULL;
   int rc;
   KVS_PY_WAITING(state, rc = kvs_engine_lend(engine, borrower, &lending, timeout_ns, &err));
   kvs_engine_unref(borrower);

@@ -1,15 +1,15 @@
 /* Device.info and Device.stats(). */
-#include "device_facts.h"
-#include "dicts.h"
-#include "objects.h"
-#include "options.h"
-#include "wait.h"
+#include "py/device_facts.h"
+#include "py/dicts.h"
+#include "py/objects.h"
+#include "py/options.h"
+#include "py/wait.h"
 
 static PyObject *uuid_text(const void *member) {
   const unsigned char *uuid = member;
   char text[40] = "";
   unsigned any = 0;
-  for (int i = 0, at = 0; i < 16; ++i) {
+  for (int i = 0, at = 0; i < 16; i++) {
     any |= uuid[i];
     at += snprintf(text + at, sizeof text - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
                    uuid[i]);
@@ -35,7 +35,7 @@ static PyObject *lenders(struct kvs_engine *engine) {
   struct kvs_engine *lender;
   struct kvs_lending lending;
   PyObject *dict = PyDict_New();
-  for (unsigned i = 0; dict != NULL && (lender = kvs_engine_lender(engine, i, &lending)) != NULL; ++i) {
+  for (unsigned i = 0; dict && (lender = kvs_engine_lender(engine, i, &lending)) != NULL; i++) {
     PyObject *row = Py_BuildValue("{s:K, s:I, s:d}", "slot_nbytes", (unsigned long long)lending.slot_nbytes, "count",
                                   lending.count, "share", lending.share);
     if (kvs_py_put(dict, kvs_engine_name(lender), row) < 0) Py_CLEAR(dict);
@@ -49,7 +49,7 @@ PyObject *kvs_py_device_info(PyObject *self, void *unused) {
   char burst[KVS_BURST_NOTE];
   kvs_engine_burst_note(engine, burst);
   PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
-  if (dict == NULL) return NULL;
+  if (!dict) return NULL;
   if (kvs_py_put(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
       kvs_py_put(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
       kvs_py_put(dict, "lenders", lenders(engine)) < 0 ||
@@ -66,7 +66,7 @@ static PyObject *path_stats(const struct kvs_path_stats *paths) {
       KVS_PY_FIELD(struct kvs_path_stats, link_bytes),
       {"seconds", offsetof(struct kvs_path_stats, device_ns), kvs_py_of_seconds}};
   PyObject *dict = PyDict_New();
-  for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
+  for (int path = 0; dict && path < KVS_PATHS; path++) {
     const struct kvs_path_stats *row = &paths[path];
     if (row->transfers == 0) continue;
     if (kvs_py_put(dict, kvs_path_name((enum kvs_path)path), KVS_PY_DICT(row, fields)) < 0) Py_CLEAR(dict);
@@ -77,9 +77,9 @@ static PyObject *path_stats(const struct kvs_path_stats *paths) {
 /* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without empty rows. */
 static PyObject *all_path_stats(const struct kvs_stats *stats) {
   PyObject *dict = PyDict_New();
-  for (int direction = 0; dict != NULL && direction < 3; ++direction) {
+  for (int direction = 0; dict && direction < 3; direction++) {
     PyObject *paths = path_stats(stats->paths[direction]);
-    if (paths != NULL && PyDict_GET_SIZE(paths) == 0) {
+    if (paths && PyDict_GET_SIZE(paths) == 0) {
       Py_DECREF(paths);
       continue;
     }
@@ -102,6 +102,6 @@ PyObject *kvs_py_device_stats(PyObject *self, PyObject *unused) {
   kvs_py_collect(engine);
   KVS_PY_NO_GIL(kvs_engine_stats(engine, &stats));
   PyObject *dict = KVS_PY_DICT(&stats, fields);
-  if (dict != NULL && kvs_py_put(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
+  if (dict && kvs_py_put(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
   return dict;
 }

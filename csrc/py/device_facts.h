@@ -2,7 +2,7 @@
 #ifndef KVS_PY_DEVICE_FACTS_H
 #define KVS_PY_DEVICE_FACTS_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
 PyObject *kvs_py_device_info(PyObject *device, void *unused);      /* getter */

@@ -4,10 +4,10 @@
  * What the ids must come after: DLPack's producer makes a stream wait that it is given. The transfer starts after that
  * stream, which is the caller's `stream`, else the device's compute stream. __cuda_array_interface__ names the
  * producer's stream, which the transfer starts after. */
-#include "device_ids.h"
-#include "address.h"
-#include "args.h"
-#include "objects.h"
+#include "py/device_ids.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/objects.h"
 
 int kvs_py_on_device(struct kvs_py_state *state, PyObject *ids) {
   PyObject *interface;
@@ -50,11 +50,11 @@ static int check(const struct kvs_py_strided *ids, const char *name) {
 static int start_after(struct kvs_py_options *options, uint64_t stream) {
   struct kvs_options *core = &options->core;
   struct kvs_after *more = PyMem_Calloc(core->nafter + 1, sizeof *more);
-  if (more == NULL) {
+  if (!more) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < core->nafter; ++i) more[i] = core->after[i];
+  for (size_t i = 0; i < core->nafter; i++) more[i] = core->after[i];
   more[core->nafter++] = (struct kvs_after){.kind = KVS_AFTER_STREAM, .handle = stream};
   core->after = options->more_after = more;
   return 0;
@@ -62,15 +62,15 @@ static int start_after(struct kvs_py_options *options, uint64_t stream) {
 
 /* The owner may be a tuple so far. */
 static int hold(struct kvs_py_options *options, PyObject *ids, PyObject *keep) {
-  PyObject *list = options->hold != NULL && PyList_CheckExact(options->hold) ? options->hold : NULL;
-  PyObject *before = list == NULL ? options->hold : NULL;
-  int rc = before == NULL ? 0 : kvs_py_hold(&list, before);
+  PyObject *list = options->hold && PyList_CheckExact(options->hold) ? options->hold : NULL;
+  PyObject *before = list ? NULL : options->hold;
+  int rc = before ? kvs_py_hold(&list, before) : 0;
   if (rc == 0) rc = kvs_py_hold(&list, ids);
   if (rc == 0) rc = kvs_py_hold(&list, keep);
   Py_XDECREF(before);
   options->hold = list;
   options->core.owner = list;
-  options->core.release = list != NULL ? kvs_py_release_owner : NULL;
+  options->core.release = list ? kvs_py_release_owner : NULL;
   return rc;
 }
 

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_DEVICE_IDS_H
 #define KVS_PY_DEVICE_IDS_H
 
-#include "options.h"
+#include "py/options.h"
 
 /* Whether block ids are a GPU array: 1, 0, or -1 with an exception. */
 int kvs_py_on_device(struct kvs_py_state *state, PyObject *ids);

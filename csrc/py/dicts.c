@@ -1,4 +1,4 @@
-#include "dicts.h"
+#include "py/dicts.h"
 
 #include <string.h>
 
@@ -20,23 +20,23 @@ PyObject *kvs_py_of_text(const void *member) {
 
 PyObject *kvs_py_of_pointer(const void *member) {
   const char *text = *(const char *const *)member;
-  return PyUnicode_FromString(text == NULL ? "" : text);
+  return PyUnicode_FromString(text ? text : "");
 }
 
 int kvs_py_put(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+  int rc = value ? PyDict_SetItemString(dict, name, value) : -1;
   Py_XDECREF(value);
   return rc;
 }
 
 int kvs_py_append(PyObject *list, PyObject *value) {
-  int rc = value == NULL ? -1 : PyList_Append(list, value);
+  int rc = value ? PyList_Append(list, value) : -1;
   Py_XDECREF(value);
   return rc;
 }
 
 PyObject *kvs_py_fill(PyObject *dict, const void *from, const struct kvs_py_field *fields, size_t count) {
-  for (size_t i = 0; dict != NULL && i < count; ++i)
+  for (size_t i = 0; dict && i < count; i++)
     if (kvs_py_put(dict, fields[i].name, fields[i].make((const char *)from + fields[i].offset)) < 0) Py_CLEAR(dict);
   return dict;
 }

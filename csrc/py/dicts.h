@@ -2,7 +2,7 @@
 #ifndef KVS_PY_DICTS_H
 #define KVS_PY_DICTS_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 #include <stddef.h>
 

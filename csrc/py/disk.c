@@ -1,12 +1,12 @@
 /* Copies of files on a stream, for kvswap.trtllm. */
-#include "../files/disk.h"
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
+#include "files/disk.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
 
 static const char capsule_name[] = "kvswap._C._DiskCopy";
 
@@ -20,22 +20,22 @@ static int read_tasks(struct kvs_py_state *state, PyObject *const *values, struc
                       struct kvs_disk_task **tasks) {
   struct kvs_py_list lists[4] = {{.keep = NULL}};
   int rc = kvs_py_uint64(values[NBYTES], "num_bytes", -1, &call->nbytes);
-  for (int i = 0; rc == 0 && i < 4; ++i) {
+  for (int i = 0; rc == 0 && i < 4; i++) {
     rc = kvs_py_words(state, values[i], names[i], &lists[i]) < 0 ? -1 : 0;
-    if (rc == 0 && lists[i].keep == NULL) rc = kvs_py_complain(PyExc_TypeError, names[i], -1, "must be an int64 array");
+    if (rc == 0 && !lists[i].keep) rc = kvs_py_complain(PyExc_TypeError, names[i], -1, "must be an int64 array");
     if (rc == 0) rc = kvs_py_same_length(names[i], lists[i].count, names[0], lists[0].count);
   }
   *tasks = rc == 0 ? PyMem_Calloc(lists[0].count + 1, sizeof **tasks) : NULL;
-  if (rc == 0 && *tasks == NULL) PyErr_NoMemory();
-  for (size_t i = 0; *tasks != NULL && i < lists[0].count; ++i)
+  if (rc == 0 && !*tasks) PyErr_NoMemory();
+  for (size_t i = 0; *tasks && i < lists[0].count; i++)
     (*tasks)[i] = (struct kvs_disk_task){.dst = lists[0].data[i],
                                          .src = lists[1].data[i],
                                          .dst_fd = (int)(int64_t)lists[2].data[i],
                                          .src_fd = (int)(int64_t)lists[3].data[i]};
   call->tasks = *tasks;
   call->count = lists[0].count;
-  for (int i = 0; i < 4; ++i) Py_XDECREF(lists[i].keep);
-  return *tasks == NULL ? -1 : 0;
+  for (int i = 0; i < 4; i++) Py_XDECREF(lists[i].keep);
+  return *tasks ? 0 : -1;
 }
 
 static PyObject *disk_check(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -68,7 +68,7 @@ static PyObject *queue(struct kvs_py_state *state, struct kvs_engine *engine, st
   KVS_PY_NO_GIL(rc = kvs_disk_queue(engine, call, handle, &copy, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   PyObject *capsule = PyCapsule_New(copy, capsule_name, drop_copy);
-  if (capsule == NULL) kvs_disk_unref(copy);
+  if (!capsule) kvs_disk_unref(copy);
   return capsule;
 }
 
@@ -84,7 +84,7 @@ static PyObject *disk_queue(PyObject *module, PyObject *const *args, Py_ssize_t 
   call.threads = threads < 1 ? 1 : threads > KVS_DISK_THREADS ? KVS_DISK_THREADS : (unsigned)threads;
   call.clear = values[CLEAR] == Py_True;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[DEVICE]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   if (read_tasks(state, values, &call, &tasks) == 0) capsule = queue(state, engine, &call, values[STREAM]);
   PyMem_Free(tasks);
   kvs_engine_unref(engine);
@@ -94,24 +94,24 @@ static PyObject *disk_queue(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyObject *disk_ended(PyObject *module, PyObject *capsule) {
   (void)module;
   const struct kvs_disk_copy *copy = copy_of(capsule);
-  return copy == NULL ? NULL : PyBool_FromLong(kvs_disk_ended(copy));
+  return copy ? PyBool_FromLong(kvs_disk_ended(copy)) : NULL;
 }
 
 /* Of a copy that has ended: a list of (position, exception). */
 static PyObject *disk_failed(PyObject *module, PyObject *capsule) {
   struct kvs_py_state *state = PyModule_GetState(module);
   const struct kvs_disk_copy *copy = copy_of(capsule);
-  if (copy == NULL) return NULL;
+  if (!copy) return NULL;
   size_t n = kvs_disk_failed(copy, NULL, 0);
   uint32_t *positions = PyMem_Calloc(n + 1, sizeof *positions);
-  PyObject *list = positions == NULL ? PyErr_NoMemory() : PyList_New((Py_ssize_t)n);
-  if (positions != NULL) (void)kvs_disk_failed(copy, positions, n);
-  for (size_t i = 0; list != NULL && i < n; ++i) {
+  PyObject *list = positions ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
+  if (positions) (void)kvs_disk_failed(copy, positions, n);
+  for (size_t i = 0; list && i < n; i++) {
     struct kvs_error err = {0};
     (void)kvs_disk_reason(copy, positions[i], &err);
     PyObject *reason = kvs_py_exception(state, &err);
-    PyObject *pair = reason == NULL ? NULL : Py_BuildValue("(IN)", positions[i], reason);
-    if (pair == NULL)
+    PyObject *pair = reason ? Py_BuildValue("(IN)", positions[i], reason) : NULL;
+    if (!pair)
       Py_CLEAR(list);
     else
       PyList_SET_ITEM(list, (Py_ssize_t)i, pair);

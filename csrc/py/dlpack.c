@@ -1,8 +1,8 @@
 /* DLPack. The capsule is not consumed: it is kept alive until the transfer ends, and its own destructor then calls the
  * producer's deleter. The structures below are DLPack's public ABI, versions 0 and 1. */
-#include "dlpack.h"
-#include "args.h"
-#include "objects.h"
+#include "py/dlpack.h"
+#include "py/args.h"
+#include "py/objects.h"
 
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_FLAG_READ_ONLY = 1, DL_FLAG_IS_COPIED = 2 };
@@ -59,10 +59,10 @@ static int device_type(struct kvs_py_state *state, PyObject *object, long *type)
   if (has <= 0) return has;
   PyObject *pair = PyObject_CallNoArgs(method);
   Py_DECREF(method);
-  if (pair == NULL) return -1;
+  if (!pair) return -1;
   if (PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2) first = PyNumber_Index(PyTuple_GET_ITEM(pair, 0));
   Py_DECREF(pair);
-  if (first == NULL) return PyErr_Occurred() ? -1 : 0;
+  if (!first) return PyErr_Occurred() ? -1 : 0;
   *type = PyLong_AsLong(first);
   Py_DECREF(first);
   if (*type == -1 && PyErr_Occurred()) return -1;
@@ -78,9 +78,9 @@ static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long 
   PyObject *none = PyLong_FromLongLong(stream);
   PyObject *capsule = NULL;
   PyObject *values[2] = {state->dlpack_version, none};
-  if (names != NULL && none != NULL) {
+  if (names && none) {
     capsule = PyObject_Vectorcall(method, values, 0, names);
-    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
       PyErr_Clear();
       Py_SETREF(names, gpu ? PyTuple_Pack(1, state->s_stream) : NULL);
       if (!PyErr_Occurred()) capsule = PyObject_Vectorcall(method, &none, 0, names);
@@ -92,7 +92,7 @@ static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long 
 }
 
 static bool contiguous(const struct dl_tensor *tensor) {
-  if (tensor->strides == NULL) return true;
+  if (!tensor->strides) return true;
   int64_t expected = 1;
   for (int32_t d = tensor->ndim - 1; d >= 0; --d) {
     if (tensor->shape[d] == 0) return true;
@@ -104,7 +104,7 @@ static bool contiguous(const struct dl_tensor *tensor) {
 
 static uint64_t size_of(const struct dl_tensor *tensor) {
   uint64_t nbits = (uint64_t)tensor->dtype.bits * tensor->dtype.lanes;
-  for (int32_t d = 0; d < tensor->ndim; ++d)
+  for (int32_t d = 0; d < tensor->ndim; d++)
     if (tensor->shape[d] < 0 || __builtin_mul_overflow(nbits, (uint64_t)tensor->shape[d], &nbits)) return UINT64_MAX;
   return nbits / 8 + (nbits % 8 != 0);
 }
@@ -126,7 +126,7 @@ static int read_capsule(PyObject *object, PyObject *capsule, const char *name, P
                         struct kvs_py_address *address) {
   uint64_t flags;
   const struct dl_tensor *tensor = tensor_of(capsule, &flags);
-  if (tensor == NULL || !known_device(tensor->device.type)) return 0;
+  if (!tensor || !known_device(tensor->device.type)) return 0;
   if ((flags & DL_FLAG_IS_COPIED) != 0)
     return kvs_py_complain(PyExc_ValueError, name, index,
                            "was copied by its __dlpack__(): its own memory is not reachable");
@@ -141,7 +141,7 @@ static int read_capsule(PyObject *object, PyObject *capsule, const char *name, P
 static int refused(void) {
   static PyObject **const passing[] = {&PyExc_BufferError, &PyExc_TypeError, &PyExc_ValueError, &PyExc_RuntimeError,
                                        &PyExc_AttributeError};
-  for (size_t i = 0; i < sizeof passing / sizeof *passing; ++i) {
+  for (size_t i = 0; i < sizeof passing / sizeof *passing; i++) {
     if (!PyErr_ExceptionMatches(*passing[i])) continue;
     PyErr_Clear();
     return 0;
@@ -158,7 +158,7 @@ int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name
   has = device_type(state, object, &type);
   PyObject *made = has == 1 ? call_dlpack(state, method, type, -1) : NULL;
   Py_DECREF(method);
-  if (made == NULL) return PyErr_Occurred() ? refused() : 0;
+  if (!made) return PyErr_Occurred() ? refused() : 0;
   has = read_capsule(object, made, name, index, address);
   if (has == 1)
     *capsule = made;
@@ -185,9 +185,9 @@ int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *
   if (has <= 0) return has;
   *capsule = call_dlpack(state, method, DL_CUDA, (int64_t)(stream == 0 ? KVS_STREAM_LEGACY : stream));
   Py_DECREF(method);
-  if (*capsule == NULL) return -1;
+  if (!*capsule) return -1;
   const struct dl_tensor *tensor = tensor_of(*capsule, &flags);
-  if (tensor == NULL || (flags & DL_FLAG_IS_COPIED) != 0) {
+  if (!tensor || (flags & DL_FLAG_IS_COPIED) != 0) {
     Py_CLEAR(*capsule);
     return kvs_py_complain(PyExc_TypeError, name, -1, "was not given by its __dlpack__() as the memory that it is");
   }
@@ -198,7 +198,7 @@ int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *
                                  .width = (unsigned)width};
   if (tensor->ndim != 1 && tensor->ndim != 2) return 1;
   int64_t tokens = tensor->ndim == 2 ? tensor->shape[1] : 1;
-  const int64_t contiguous[2] = {tokens, 1}, *strides = tensor->strides != NULL ? tensor->strides : contiguous;
+  const int64_t contiguous[2] = {tokens, 1}, *strides = tensor->strides ? tensor->strides : contiguous;
   ids->count = (size_t)tensor->shape[0];
   ids->tokens = (size_t)tokens;
   if (__builtin_mul_overflow(strides[0], (int64_t)width, &ids->stride)) ids->stride = INT64_MAX;
@@ -210,8 +210,8 @@ int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *
 
 /* An attribute of a type, or NULL without an exception. */
 static PyObject *type_attribute(PyTypeObject *type, PyObject *name) {
-  PyObject *value = type == NULL ? NULL : PyObject_GetAttr((PyObject *)type, name);
-  if (value == NULL) PyErr_Clear();
+  PyObject *value = type ? PyObject_GetAttr((PyObject *)type, name) : NULL;
+  if (!value) PyErr_Clear();
   return value;
 }
 
@@ -219,17 +219,17 @@ static PyObject *type_attribute(PyTypeObject *type, PyObject *name) {
  * that an inherited table is not used. */
 static const struct dl_exchange *find_exchange(struct kvs_py_state *state, PyTypeObject *type) {
   PyObject *capsule = type_attribute(type, state->s_exchange);
-  if (capsule == NULL) return NULL;
+  if (!capsule) return NULL;
   PyObject *inherited = type_attribute(type->tp_base, state->s_exchange);
   PyObject *data_ptr = type_attribute(type, state->s_data_ptr);
   const struct dl_exchange *table = NULL;
-  if (inherited != capsule && data_ptr != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+  if (inherited != capsule && data_ptr && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
     table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  while (table != NULL && table->version.major > 1) table = table->older;
+  while (table && table->version.major > 1) table = table->older;
   Py_XDECREF(data_ptr);
   Py_XDECREF(inherited);
   Py_DECREF(capsule); /* the table lives as long as the process */
-  return table != NULL && table->version.major == 1 && table->read != NULL ? table : NULL;
+  return table && table->version.major == 1 && table->read ? table : NULL;
 }
 
 int kvs_py_exchange_read(struct kvs_py_state *state, struct kvs_py_exchange *exchange, PyObject *object,
@@ -239,12 +239,12 @@ int kvs_py_exchange_read(struct kvs_py_state *state, struct kvs_py_exchange *exc
     exchange->type = Py_TYPE(object);
     exchange->table = find_exchange(state, exchange->type);
   }
-  if (exchange->table == NULL) return 0;
+  if (!exchange->table) return 0;
   if (exchange->table->read(object, &tensor) != 0) {
     PyErr_Clear(); /* the call of data_ptr() raises the error */
     return 0;
   }
-  if (tensor.data == NULL || !known_device(tensor.device.type) || !contiguous(&tensor)) return 0;
+  if (!tensor.data || !known_device(tensor.device.type) || !contiguous(&tensor)) return 0;
   *address = (struct kvs_py_address){(uint64_t)(uintptr_t)tensor.data + tensor.byte_offset, size_of(&tensor),
                                      .readonly = false};
   return 1;

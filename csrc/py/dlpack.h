@@ -2,7 +2,7 @@
 #ifndef KVS_PY_DLPACK_H
 #define KVS_PY_DLPACK_H
 
-#include "arrays.h"
+#include "py/arrays.h"
 
 int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
                   struct kvs_py_address *address); /* 1, or 0: it has no DLPack of a readable version */

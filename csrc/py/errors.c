@@ -1,6 +1,6 @@
 /* kvswap's exceptions, and the one function that turns the core's error into an exception. */
-#include "errors.h"
-#include "objects.h"
+#include "py/errors.h"
+#include "py/objects.h"
 
 #include <string.h>
 
@@ -25,9 +25,8 @@ PyDoc_STRVAR(device_error_doc,
 static PyObject *make_missing(PyObject *error) {
   PyObject *bases = PyTuple_Pack(2, error, PyExc_KeyError), *type = NULL;
   PyObject *text = PyObject_GetAttrString(PyExc_Exception, "__str__");
-  PyObject *members = text == NULL ? NULL : Py_BuildValue("{s:O}", "__str__", text);
-  if (bases != NULL && members != NULL)
-    type = PyErr_NewExceptionWithDoc(kvs_py_missing_row, missing_doc, bases, members);
+  PyObject *members = text ? Py_BuildValue("{s:O}", "__str__", text) : NULL;
+  if (bases && members) type = PyErr_NewExceptionWithDoc(kvs_py_missing_row, missing_doc, bases, members);
   Py_XDECREF(members);
   Py_XDECREF(text);
   Py_XDECREF(bases);
@@ -41,7 +40,7 @@ PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, co
     return PyErr_NewExceptionWithDoc(kvs_py_queue_full_row, queue_full_doc, state->error, NULL);
   if (row == kvs_py_missing_row) return make_missing(state->error);
   PyObject *defaults = Py_BuildValue("{s:i,s:O}", "code", 0, "operation", Py_None);
-  if (defaults == NULL) return NULL;
+  if (!defaults) return NULL;
   PyObject *type = PyErr_NewExceptionWithDoc(kvs_py_device_error_row, device_error_doc, state->error, defaults);
   Py_DECREF(defaults);
   return type;
@@ -74,12 +73,12 @@ static PyObject *exception_type(struct kvs_py_state *state, int status) {
 
 static int set_details(PyObject *exception, const struct kvs_error *err) {
   PyObject *code = PyLong_FromLong(err->code);
-  if (code == NULL) return -1;
+  if (!code) return -1;
   int rc = PyObject_SetAttrString(exception, "code", code);
   Py_DECREF(code);
-  if (rc < 0 || err->operation == NULL) return rc;
+  if (rc < 0 || !err->operation) return rc;
   PyObject *operation = PyUnicode_FromString(err->operation);
-  if (operation == NULL) return -1;
+  if (!operation) return -1;
   rc = PyObject_SetAttrString(exception, "operation", operation);
   Py_DECREF(operation);
   return rc;
@@ -90,17 +89,17 @@ PyObject *kvs_py_exception(struct kvs_py_state *state, const struct kvs_error *e
   PyObject *type = exception_type(state, err->status);
   /* "replace": a message that was cut to its buffer may end inside a character */
   PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-  if (message == NULL) return NULL;
+  if (!message) return NULL;
   PyObject *exception = PyObject_CallFunctionObjArgs(type, message, NULL);
   Py_DECREF(message);
-  if (exception == NULL) return NULL;
+  if (!exception) return NULL;
   if (type == state->device_error && set_details(exception, err) < 0) Py_CLEAR(exception);
   return exception;
 }
 
 PyObject *kvs_py_raise(struct kvs_py_state *state, const struct kvs_error *err) {
   PyObject *exception = kvs_py_exception(state, err);
-  if (exception == NULL) return NULL;
+  if (!exception) return NULL;
   PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
   Py_DECREF(exception);
   return NULL;

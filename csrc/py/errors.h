@@ -2,7 +2,7 @@
 #ifndef KVS_PY_ERRORS_H
 #define KVS_PY_ERRORS_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 PyObject *kvs_py_exception(struct kvs_py_state *state, const struct kvs_error *err); /* a new instance */
 PyObject *kvs_py_raise(struct kvs_py_state *state, const struct kvs_error *err);     /* always NULL */

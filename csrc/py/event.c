@@ -1,20 +1,20 @@
 /* kvswap.Event: an event that the object owns, or a transfer's completion event, which then holds the transfer. */
-#include "event.h"
-#include "../device/share.h"
-#include "args.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "py/event.h"
+#include "device/share.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 static struct kvs_py_event *as_event(PyObject *self) { return (struct kvs_py_event *)self; }
 
 /* Steals the reference to engine. */
 static struct kvs_py_event *event_alloc(PyTypeObject *type, struct kvs_engine *engine) {
   struct kvs_py_event *self = (struct kvs_py_event *)type->tp_alloc(type, 0);
-  if (self == NULL)
+  if (!self)
     kvs_engine_unref(engine);
   else
     self->engine = engine;
@@ -34,8 +34,8 @@ static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwar
     return NULL;
   }
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
-  struct kvs_py_event *self = engine == NULL ? NULL : event_alloc(type, engine);
-  if (self == NULL) return NULL;
+  struct kvs_py_event *self = engine ? event_alloc(type, engine) : NULL;
+  if (!self) return NULL;
   KVS_PY_NO_GIL(rc = shared ? kvs_dev_event_create_shared(kvs_engine_device(engine), &self->handle, &err)
                             : kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err));
   if (rc == KVS_OK) return (PyObject *)self;
@@ -48,7 +48,7 @@ PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine
   struct kvs_error ignored = {0};
   kvs_engine_ref(engine);
   struct kvs_py_event *self = event_alloc((PyTypeObject *)state->event_type, engine);
-  if (self != NULL)
+  if (self)
     self->handle = handle;
   else
     kvs_dev_event_destroy(kvs_engine_device(engine), handle, &ignored);
@@ -60,7 +60,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
   struct kvs_error err = {0};
   kvs_engine_ref(engine);
   struct kvs_py_event *self = event_alloc((PyTypeObject *)state->event_type, engine);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   kvs_transfer_ref(transfer);
   self->transfer = transfer;
   int rc;
@@ -73,18 +73,18 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
 static void event_dealloc(PyObject *object) {
   struct kvs_py_event *self = as_event(object);
   struct kvs_error ignored = {0}; /* a destructor cannot raise */
-  if (self->transfer != NULL)
+  if (self->transfer)
     kvs_transfer_unref(self->transfer);
   else if (self->handle != 0)
     kvs_dev_event_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
-  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  if (self->engine) kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }
 
 static PyObject *event_repr(PyObject *object) {
   struct kvs_py_event *self = as_event(object);
   return PyUnicode_FromFormat("<kvswap.Event %p on %s%s>", (void *)(uintptr_t)self->handle,
-                              kvs_engine_name(self->engine), self->transfer != NULL ? ", of a transfer" : "");
+                              kvs_engine_name(self->engine), self->transfer ? ", of a transfer" : "");
 }
 
 static PyObject *event_handle(PyObject *object, void *unused) {
@@ -103,7 +103,7 @@ static PyObject *event_record(PyObject *object, PyObject *stream) {
   struct kvs_error err = {0};
   uint64_t handle;
   int rc;
-  if (self->transfer != NULL) {
+  if (self->transfer) {
     PyErr_SetString(PyExc_ValueError, "this event marks a transfer's end: it cannot be recorded");
     return NULL;
   }

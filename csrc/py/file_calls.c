@@ -1,12 +1,12 @@
 /* FileStore.store(), load() and delete(): keys, arguments and submission. */
-#include "file_calls.h"
-#include "address.h"
-#include "args.h"
-#include "errors.h"
-#include "file_transfer.h"
-#include "objects.h"
-#include "open.h"
-#include "options.h"
+#include "py/file_calls.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/file_transfer.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/options.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -30,11 +30,11 @@ static int from_rows(PyObject *object, struct kvs_py_keys *keys) {
                            view->ndim, view->itemsize);
   size_t count = (size_t)view->shape[0], width = (size_t)view->shape[1];
   keys->ends = PyMem_Calloc(count + 1, sizeof *keys->ends);
-  if (keys->ends == NULL) {
+  if (!keys->ends) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < count; ++i) keys->ends[i] = (i + 1) * width;
+  for (size_t i = 0; i < count; i++) keys->ends[i] = (i + 1) * width;
   keys->core = (struct kvs_file_keys){view->buf, keys->ends, count};
   return 0;
 }
@@ -69,17 +69,17 @@ static int from_items(PyObject *items, struct kvs_py_keys *keys) {
   const char *bytes;
   keys->ends = PyMem_Calloc((size_t)count + 1, sizeof *keys->ends);
   keys->data = PyMem_Malloc(capacity);
-  if (keys->ends == NULL || keys->data == NULL) {
+  if (!keys->ends || !keys->data) {
     PyErr_NoMemory();
     return -1;
   }
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     Py_ssize_t n = bytes_of(PyTuple_GET_ITEM(items, i), i, text, &bytes);
     if (n < 0) return -1;
     if (used + (size_t)n > capacity) {
       size_t bigger = 2 * (used + (size_t)n);
       uint8_t *grown = PyMem_Realloc(keys->data, bigger);
-      if (grown == NULL) {
+      if (!grown) {
         PyErr_NoMemory();
         return -1;
       }
@@ -98,7 +98,7 @@ int kvs_py_read_keys(PyObject *object, struct kvs_py_keys *keys) {
   bool text = PyUnicode_Check(object) || PyBytes_Check(object) || PyByteArray_Check(object);
   if (!text && PyObject_CheckBuffer(object)) return from_rows(object, keys);
   PyObject *items = text ? NULL : PySequence_Tuple(object); /* a list could change while it is read */
-  if (items == NULL) {
+  if (!items) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
     return kvs_py_complain(PyExc_TypeError, "keys", -1, "must be a sequence of keys, not %s: pass [key] for one",
@@ -110,7 +110,7 @@ int kvs_py_read_keys(PyObject *object, struct kvs_py_keys *keys) {
 }
 
 void kvs_py_keys_clear(struct kvs_py_keys *keys) {
-  if (keys->view.obj != NULL) PyBuffer_Release(&keys->view);
+  if (keys->view.obj) PyBuffer_Release(&keys->view);
   PyMem_Free(keys->data);
   PyMem_Free(keys->ends);
 }
@@ -183,17 +183,17 @@ static int read_pools(struct file_call *call, PyObject *object) {
   bool one = is_pool(call, object);
   bool sequence = PyList_Check(object) || PyTuple_Check(object);
   PyObject *items = one ? PyTuple_Pack(1, object) : sequence ? PySequence_Tuple(object) : NULL;
-  if (items == NULL) return PyErr_Occurred() ? -1 : 0;
+  if (!items) return PyErr_Occurred() ? -1 : 0;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
   int rc = 0;
   if (count > 0 && is_pool(call, PyTuple_GET_ITEM(items, 0))) {
     rc = 1;
     call->pools = PyMem_Calloc((size_t)count, sizeof(struct kvs_pool *));
-    if (call->pools == NULL) {
+    if (!call->pools) {
       PyErr_NoMemory();
       rc = -1;
     }
-    for (Py_ssize_t i = 0; rc == 1 && i < count; ++i)
+    for (Py_ssize_t i = 0; rc == 1 && i < count; i++)
       if (add_pool(call, PyTuple_GET_ITEM(items, i), one ? -1 : i) < 0) rc = -1;
     call->blocks.pools = call->pools;
   }
@@ -210,11 +210,11 @@ static int64_t read_id(const struct kvs_ids *ids, size_t i) {
 static int read_row(struct file_call *call, PyObject *tensor, size_t part) {
   struct kvs_py_address address;
   const struct kvs_ids *ids = &call->blocks.ids;
-  const uint64_t nbytes = call->parts != NULL ? call->parts[part] : block_nbytes(call);
-  Py_ssize_t index = call->parts != NULL ? (Py_ssize_t)part : -1;
+  const uint64_t nbytes = call->parts ? call->parts[part] : block_nbytes(call);
+  Py_ssize_t index = call->parts ? (Py_ssize_t)part : -1;
   if (kvs_py_read_address(call->state, tensor, "blocks", index, call->load, &call->hold, &address) < 0) return -1;
   uint64_t most = address.nbytes == UINT64_MAX ? UINT64_MAX / nbytes : address.nbytes / nbytes;
-  for (size_t i = 0; i < ids->count; ++i) {
+  for (size_t i = 0; i < ids->count; i++) {
     int64_t id = read_id(ids, i);
     if (id < 0 || (uint64_t)id >= most)
       return kvs_py_complain(PyExc_IndexError, "ids", (Py_ssize_t)i, "is %lld; blocks has %llu blocks of %llu bytes",
@@ -226,19 +226,19 @@ static int read_row(struct file_call *call, PyObject *tensor, size_t part) {
 
 static int read_rows(struct file_call *call, PyObject *object) {
   const struct kvs_ids *ids = &call->blocks.ids;
-  PyObject *tensors = call->parts != NULL ? PySequence_Tuple(object) : PyTuple_Pack(1, object);
-  if (tensors == NULL) return -1;
+  PyObject *tensors = call->parts ? PySequence_Tuple(object) : PyTuple_Pack(1, object);
+  if (!tensors) return -1;
   int rc = 0;
   if ((size_t)PyTuple_GET_SIZE(tensors) != call->nparts)
     rc =
         kvs_py_complain(PyExc_ValueError, "blocks", -1, "has %zd tensors; with ids one is needed for each of %zu parts",
                         PyTuple_GET_SIZE(tensors), call->nparts);
   call->addresses = rc == 0 ? PyMem_Calloc(ids->count + 1, call->nparts * sizeof *call->addresses) : NULL;
-  if (rc == 0 && call->addresses == NULL) {
+  if (rc == 0 && !call->addresses) {
     PyErr_NoMemory();
     rc = -1;
   }
-  for (size_t i = 0; rc == 0 && i < call->nparts; ++i) rc = read_row(call, PyTuple_GET_ITEM(tensors, (Py_ssize_t)i), i);
+  for (size_t i = 0; rc == 0 && i < call->nparts; i++) rc = read_row(call, PyTuple_GET_ITEM(tensors, (Py_ssize_t)i), i);
   Py_DECREF(tensors);
   call->blocks.addresses = call->addresses;
   return rc < 0 ? -1 : kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
@@ -249,17 +249,17 @@ static int read_parts(struct file_call *call, PyObject *object) {
   call->nparts = 1;
   if (!kvs_py_given(object)) return 0;
   PyObject *items = PySequence_Tuple(object);
-  if (items == NULL) return -1;
+  if (!items) return -1;
   size_t count = (size_t)PyTuple_GET_SIZE(items);
   int rc = 0;
   if (count < 1 || count > KVS_FILE_PARTS)
     rc = kvs_py_complain(PyExc_ValueError, "parts", -1, "has %zu sizes: must be 1 to %d", count, KVS_FILE_PARTS);
   call->parts = rc == 0 ? PyMem_Calloc(count, sizeof *call->parts) : NULL;
-  if (rc == 0 && call->parts == NULL) {
+  if (rc == 0 && !call->parts) {
     PyErr_NoMemory();
     rc = -1;
   }
-  for (size_t i = 0; rc == 0 && i < count; ++i) {
+  for (size_t i = 0; rc == 0 && i < count; i++) {
     rc = kvs_py_uint64(PyTuple_GET_ITEM(items, (Py_ssize_t)i), "parts", (Py_ssize_t)i, &call->parts[i]);
     if (rc == 0 && (call->parts[i] < 1 || call->parts[i] > block_nbytes(call)))
       rc = kvs_py_complain(PyExc_ValueError, "parts", (Py_ssize_t)i, "is %llu: must be 1 to %llu, the bytes of a block",
@@ -268,7 +268,7 @@ static int read_parts(struct file_call *call, PyObject *object) {
   Py_DECREF(items);
   call->nparts = rc == 0 ? count : 1;
   call->options.part_nbytes = call->parts;
-  call->options.nparts = call->parts != NULL ? call->nparts : 0;
+  call->options.nparts = call->parts ? call->nparts : 0;
   return rc;
 }
 
@@ -293,26 +293,26 @@ static int read_pointers(struct file_call *call, PyObject *object) {
                            Py_TYPE(object)->tp_name);
   if (PyErr_Occurred()) return -1;
   if (kvs_py_pointers(call->state, object, "blocks", call->load, &call->hold, list) < 0) return -1;
-  const char *of = call->parts != NULL ? "keys times parts" : "keys";
+  const char *of = call->parts ? "keys times parts" : "keys";
   if (kvs_py_same_length("blocks", list->count, of, call->keys.core.count * call->nparts) < 0) return -1;
   uint64_t whole = block_nbytes(call);
-  for (size_t i = 0; i < list->count; ++i) {
+  for (size_t i = 0; i < list->count; i++) {
     if (list->data[i] == 0) return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "is a null address");
-    if (list->limits == NULL) continue;
-    uint64_t nbytes = call->parts != NULL ? call->parts[i % call->nparts] : whole;
+    if (!list->limits) continue;
+    uint64_t nbytes = call->parts ? call->parts[i % call->nparts] : whole;
     if (list->limits[i] < nbytes)
       return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; %s has %llu",
-                             (unsigned long long)list->limits[i],
-                             call->parts != NULL ? "its part" : "a block of the store", (unsigned long long)nbytes);
+                             (unsigned long long)list->limits[i], call->parts ? "its part" : "a block of the store",
+                             (unsigned long long)nbytes);
   }
   call->blocks.addresses = list->data;
-  return list->keep != NULL ? kvs_py_hold(&call->hold, list->keep) : 0;
+  return list->keep ? kvs_py_hold(&call->hold, list->keep) : 0;
 }
 
 static int read_blocks(struct file_call *call, PyObject *const *values) {
   int pools = read_parts(call, values[PARTS]) < 0 ? -1 : read_pools(call, values[BLOCKS]);
   if (pools < 0) return -1;
-  if (pools && call->parts != NULL)
+  if (pools && call->parts)
     return kvs_py_complain(PyExc_ValueError, "parts", -1, "are of host memory; a pool's blocks have their own");
   if (kvs_py_given(values[IDS]) && kvs_py_ids(call->state, values[IDS], "ids", &call->blocks.ids, &call->keep_ids) < 0)
     return -1;
@@ -326,7 +326,7 @@ static int read_blocks(struct file_call *call, PyObject *const *values) {
  * takes a buffer of the memory, and they raise BufferError until it has ended. */
 static int keep_buffer(struct file_call *call, PyObject *item) {
   PyObject *view = PyMemoryView_FromObject(item);
-  int rc = view == NULL ? -1 : kvs_py_hold(&call->hold, view);
+  int rc = view ? kvs_py_hold(&call->hold, view) : -1;
   Py_XDECREF(view);
   return rc;
 }
@@ -340,13 +340,13 @@ static bool is_memory(const struct file_call *call, PyObject *object) {
  * blocks go through staging, by transfers of the device. */
 static int keep_pool(struct file_call *call, PyObject *pool) {
   PyObject *hold = kvs_py_pool_hold(pool), *interface;
-  Py_ssize_t count = hold != NULL && PyList_Check(hold) ? PyList_GET_SIZE(hold) : 0; /* else a HostPool's buffer */
+  Py_ssize_t count = hold && PyList_Check(hold) ? PyList_GET_SIZE(hold) : 0; /* else a HostPool's buffer */
   struct kvs_error err = {0};
   if (kvs_pool_check_open(kvs_py_pool_core(pool), &err) != KVS_OK) { /* its memory was freed, and has no buffer */
     kvs_py_raise(call->state, &err);
     return -1;
   }
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *item = PyList_GET_ITEM(hold, i);
     int has = is_memory(call, item) ? kvs_py_attribute(item, call->state->s_array, &interface) : 0;
     if (has == 1) Py_DECREF(interface);
@@ -356,8 +356,8 @@ static int keep_pool(struct file_call *call, PyObject *pool) {
 }
 
 static int keep_buffers(struct file_call *call) {
-  Py_ssize_t count = call->hold == NULL ? 0 : PyList_GET_SIZE(call->hold);
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  Py_ssize_t count = call->hold ? PyList_GET_SIZE(call->hold) : 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *item = PyList_GET_ITEM(call->hold, i);
     int rc = is_pool(call, item) ? keep_pool(call, item) : is_memory(call, item) ? keep_buffer(call, item) : 0;
     if (rc < 0) return -1;
@@ -381,7 +381,7 @@ static PyObject *submit(struct file_call *call, enum what what) {
   struct kvs_error err = {0};
   int rc;
   call->options.owner = call->hold;
-  call->options.release = call->hold != NULL ? release_owner : NULL;
+  call->options.release = call->hold ? release_owner : NULL;
   Py_BEGIN_ALLOW_THREADS
   kvs_file_collect(call->store);
   if (what == STORE)
@@ -403,7 +403,7 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   PyObject *range = kvs_py_trace_begin(call.state, load ? "FileStore.load" : "FileStore.store");
   call.options.replace = true;
-  if (!load && values[REPLACE] != NULL) {
+  if (!load && values[REPLACE]) {
     int replace = PyObject_IsTrue(values[REPLACE]);
     if (replace < 0) return kvs_py_trace_end(range, NULL);
     call.options.replace = replace == 1;
@@ -412,7 +412,7 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
       read_after(&call, values[AFTER]) == 0)
     result = submit(&call, load ? LOAD : STORE);
   clear(&call);
-  if (result != NULL) kvs_py_file_say_note(self);
+  if (result) kvs_py_file_say_note(self);
   return kvs_py_trace_end(range, result);
 }
 

@@ -2,8 +2,8 @@
 #ifndef KVS_PY_FILE_CALLS_H
 #define KVS_PY_FILE_CALLS_H
 
-#include "../kvswap_file.h"
-#include "bind.h"
+#include "kvswap_file.h"
+#include "py/bind.h"
 
 /* Keys from a sequence of bytes or of (block id, pool), or from a 2-D array of bytes. */
 struct kvs_py_keys {

@@ -1,17 +1,17 @@
 /* kvswap.files.FileStore: an open directory of blocks. What reads or writes the disk runs on a thread of its own, so
  * that Ctrl-C ends the wait. file_calls.c has store(), load() and delete(). */
-#include "../base/crc32c.h"
-#include "../files/engine_uring.h"
-#include "../files/store.h"
-#include "args.h"
-#include "codec.h"
-#include "dicts.h"
-#include "errors.h"
-#include "file_calls.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "base/crc32c.h"
+#include "files/engine_uring.h"
+#include "files/store.h"
+#include "py/args.h"
+#include "py/codec.h"
+#include "py/dicts.h"
+#include "py/errors.h"
+#include "py/file_calls.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -48,14 +48,14 @@ static int read_limit(PyObject *value, const char *name, uint64_t most, uint64_t
 }
 
 static int read_flag(PyObject *value, bool *flag) {
-  int truth = value == NULL ? 0 : PyObject_IsTrue(value);
+  int truth = value ? PyObject_IsTrue(value) : 0;
   *flag = truth == 1;
   return truth < 0 ? -1 : 0;
 }
 
 static int read_choice(PyObject *value, const char *name, const char *const *choices, int *choice) {
   *choice = 0;
-  if (value == NULL) return 0;
+  if (!value) return 0;
   *choice = kvs_py_choice(value, name, choices, 3);
   return *choice < 0 ? -1 : 0;
 }
@@ -63,15 +63,15 @@ static int read_choice(PyObject *value, const char *name, const char *const *cho
 /* layout.codings, a tuple; `codings` has room for KVS_FILE_CODINGS. They live as long as the layout. */
 static int read_codings(PyObject *layout, struct kvs_file_settings *settings, const struct kvs_coding **codings) {
   PyObject *given = PyObject_GetAttrString(layout, "codings");
-  if (given == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) return PyErr_Clear(), 0;
-  Py_ssize_t count = given == NULL || !PyTuple_Check(given) ? -1 : PyTuple_GET_SIZE(given);
+  if (!given && PyErr_ExceptionMatches(PyExc_AttributeError)) return PyErr_Clear(), 0;
+  Py_ssize_t count = !given || !PyTuple_Check(given) ? -1 : PyTuple_GET_SIZE(given);
   int rc = 0;
-  if (given != NULL && (count < 0 || count > KVS_FILE_CODINGS))
+  if (given && (count < 0 || count > KVS_FILE_CODINGS))
     (void)kvs_py_complain(PyExc_TypeError, "layout.codings", -1, "must be a tuple of at most %d", KVS_FILE_CODINGS);
   if (count < 0 || count > KVS_FILE_CODINGS) rc = -1;
-  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) {
+  for (Py_ssize_t i = 0; rc == 0 && i < count; i++) {
     codings[i] = kvs_py_coding_from(PyTuple_GET_ITEM(given, i), "layout.codings", i);
-    rc = codings[i] == NULL ? -1 : 0;
+    rc = codings[i] ? 0 : -1;
   }
   settings->codings = codings;
   settings->ncodings = rc < 0 ? 0 : (size_t)count;
@@ -83,7 +83,7 @@ static int read_codings(PyObject *layout, struct kvs_file_settings *settings, co
 static int read_layout(struct kvs_py_state *state, PyObject *layout, struct kvs_file_settings *settings,
                        const struct kvs_coding **codings, PyObject **keep) {
   PyObject *nbytes = PyObject_GetAttrString(layout, "block_nbytes");
-  if (nbytes == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+  if (!nbytes && PyErr_ExceptionMatches(PyExc_AttributeError)) {
     PyErr_Clear();
     bool number = PyIndex_Check(layout);
     return kvs_py_complain(PyExc_TypeError, "layout", -1,
@@ -91,12 +91,12 @@ static int read_layout(struct kvs_py_state *state, PyObject *layout, struct kvs_
                            "tell this cache's blocks from others'",
                            Py_TYPE(layout)->tp_name, number ? layout : state->s_nbytes);
   }
-  int rc = nbytes == NULL ? -1 : kvs_py_uint64(nbytes, "layout.block_nbytes", -1, &settings->block_nbytes);
+  int rc = nbytes ? kvs_py_uint64(nbytes, "layout.block_nbytes", -1, &settings->block_nbytes) : -1;
   Py_XDECREF(nbytes);
   if (rc < 0) return -1;
   *keep = PyObject_GetAttrString(layout, "text");
-  settings->layout = *keep == NULL ? NULL : PyUnicode_AsUTF8(*keep);
-  return settings->layout == NULL ? -1 : read_codings(layout, settings, codings);
+  settings->layout = *keep ? PyUnicode_AsUTF8(*keep) : NULL;
+  return settings->layout ? read_codings(layout, settings, codings) : -1;
 }
 
 static int read_settings(PyObject *const *values, struct kvs_file_settings *settings) {
@@ -135,29 +135,29 @@ struct store_opening {
 };
 
 static void free_opening(struct store_opening *opening) {
-  if (opening->settings.device != NULL) kvs_engine_unref(opening->settings.device);
+  if (opening->settings.device) kvs_engine_unref(opening->settings.device);
   free((char *)(uintptr_t)opening->settings.directory);
   free((char *)(uintptr_t)opening->settings.layout);
   free((char *)(uintptr_t)opening->settings.bound);
-  for (size_t i = 0; i < KVS_FILE_DIRECTORIES; ++i) free(opening->more[i]);
-  for (size_t i = 0; i < opening->settings.ncodings; ++i) kvs_coding_close((struct kvs_coding *)opening->codings[i]);
+  for (size_t i = 0; i < KVS_FILE_DIRECTORIES; i++) free(opening->more[i]);
+  for (size_t i = 0; i < opening->settings.ncodings; i++) kvs_coding_close((struct kvs_coding *)opening->codings[i]);
   free(opening);
 }
 
 static struct store_opening *new_opening(const struct kvs_file_settings *settings) {
   struct store_opening *opening = calloc(1, sizeof *opening);
-  if (opening == NULL) return NULL;
+  if (!opening) return NULL;
   opening->settings = *settings;
   opening->settings.directory = strdup(settings->directory);
   opening->settings.layout = strdup(settings->layout);
   opening->settings.more = (const char *const *)opening->more;
-  opening->settings.bound = settings->bound == NULL ? NULL : strdup(settings->bound);
-  bool copied = settings->bound == NULL || opening->settings.bound != NULL;
-  for (size_t i = 0; i < settings->nmore; ++i) copied &= (opening->more[i] = strdup(settings->more[i])) != NULL;
-  for (size_t i = 0; i < settings->ncodings; ++i) opening->codings[i] = kvs_coding_ref(settings->codings[i]);
+  opening->settings.bound = settings->bound ? strdup(settings->bound) : NULL;
+  bool copied = !settings->bound || opening->settings.bound;
+  for (size_t i = 0; i < settings->nmore; i++) copied &= (opening->more[i] = strdup(settings->more[i])) != NULL;
+  for (size_t i = 0; i < settings->ncodings; i++) opening->codings[i] = kvs_coding_ref(settings->codings[i]);
   opening->settings.codings = opening->codings;
-  if (settings->device != NULL) kvs_engine_ref(settings->device);
-  if (copied && opening->settings.directory != NULL && opening->settings.layout != NULL) return opening;
+  if (settings->device) kvs_engine_ref(settings->device);
+  if (copied && opening->settings.directory && opening->settings.layout) return opening;
   free_opening(opening);
   return NULL;
 }
@@ -169,7 +169,7 @@ static int do_open(void *arg, struct kvs_error *err) {
 
 static void discard_opening(void *arg) {
   struct store_opening *opening = arg;
-  if (opening->store != NULL) kvs_file_unref(opening->store);
+  if (opening->store) kvs_file_unref(opening->store);
   free_opening(opening);
 }
 
@@ -190,7 +190,7 @@ static int say_engine(struct kvs_py_state *state, const struct kvs_file_settings
  * the directory. */
 static int say_bound(struct kvs_py_state *state, const char *note) {
   uint_fast64_t digest = 1469598103934665603ull;
-  for (const char *at = note; *at; ++at) digest = (digest ^ (unsigned char)*at) * 1099511628211ull;
+  for (const char *at = note; *at; at++) digest = (digest ^ (unsigned char)*at) * 1099511628211ull;
   if (note[0] == '\0' || atomic_exchange(&state->bound_said, digest) == digest) return 0;
   return kvs_py_say("warning", "%s", note);
 }
@@ -206,7 +206,7 @@ static int open_store(struct kvs_py_state *state, const struct kvs_file_settings
                       struct kvs_file_store **store) {
   if (kvs_py_hook_exit(state) < 0) return -1;
   struct store_opening *opening = new_opening(settings);
-  if (opening == NULL) {
+  if (!opening) {
     PyErr_NoMemory();
     return -1;
   }
@@ -226,13 +226,13 @@ static int open_store(struct kvs_py_state *state, const struct kvs_file_settings
 static int read_directories(PyObject *object, PyObject **paths, const char **more, struct kvs_file_settings *settings) {
   bool many = PyList_Check(object) || PyTuple_Check(object);
   PyObject *items = many ? PySequence_List(object) : Py_BuildValue("[O]", object);
-  Py_ssize_t count = items == NULL ? 0 : PyList_GET_SIZE(items);
+  Py_ssize_t count = items ? PyList_GET_SIZE(items) : 0;
   *paths = items;
-  if (items == NULL) return -1;
+  if (!items) return -1;
   if (count < 1 || count > KVS_FILE_DIRECTORIES)
     return kvs_py_complain(PyExc_ValueError, "directory", -1, "is a list of %zd: must be of 1 to %d", count,
                            KVS_FILE_DIRECTORIES);
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *path = NULL;
     if (!PyUnicode_FSConverter(PyList_GET_ITEM(items, i), &path)) return -1;
     PyList_SetItem(items, i, path); /* steals it */
@@ -271,7 +271,7 @@ static int parse_and_open(struct kvs_py_state *state, PyObject *args, PyObject *
       read_layout(state, v[LAYOUT], &settings, codings, &text) == 0 && read_settings(v, &settings) == 0 &&
       (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
     rc = open_store(state, &settings, store);
-  if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store holds its own reference */
+  if (settings.device) kvs_engine_unref(settings.device); /* the store holds its own reference */
   Py_XDECREF(text);
   Py_XDECREF(paths);
   Py_XDECREF(bound);
@@ -282,14 +282,14 @@ static int parse_and_open(struct kvs_py_state *state, PyObject *args, PyObject *
 
 static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   struct kvs_py_store *self = (struct kvs_py_store *)type->tp_alloc(type, 0);
-  if (self != NULL && parse_and_open(PyType_GetModuleState(type), args, kwargs, &self->store) < 0) Py_CLEAR(self);
+  if (self && parse_and_open(PyType_GetModuleState(type), args, kwargs, &self->store) < 0) Py_CLEAR(self);
   return (PyObject *)self;
 }
 
 static void store_dealloc(PyObject *self) {
   struct kvs_file_store *store = kvs_py_file_core(self);
   kvs_py_object_free(self);
-  if (store == NULL) return;
+  if (!store) return;
   KVS_PY_NO_GIL(kvs_file_unref(store)); /* dropping the last handle closes the store without waiting */
 }
 
@@ -307,7 +307,7 @@ static void discard_using(void *arg) {
 
 static int use_store(PyObject *self, int (*work)(void *, struct kvs_error *), int64_t timeout_ns) {
   struct using *using = malloc(sizeof *using);
-  if (using == NULL) return PyErr_NoMemory(), -1;
+  if (!using) return PyErr_NoMemory(), -1;
   *using = (struct using){kvs_py_file_core(self), timeout_ns};
   kvs_file_ref(using->store);
   if (kvs_py_apart(kvs_py_state_of(self), work, discard_using, using) < 0) return -1;
@@ -337,7 +337,7 @@ static PyObject *store_close(PyObject *self, PyObject *const *args, Py_ssize_t n
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (value == NULL) timeout_ns = 60ll * 1000 * 1000 * 1000;
+  if (!value) timeout_ns = 60ll * 1000 * 1000 * 1000;
   if (use_store(self, do_close, timeout_ns) < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -360,17 +360,17 @@ static PyObject *store_contains(PyObject *self, PyObject *object) {
   PyObject *result = NULL;
   bool *found = NULL;
   int rc;
-  if (kvs_py_read_keys(object, &keys) == 0 && (found = PyMem_Calloc(keys.core.count + 1, sizeof *found)) == NULL)
+  if (kvs_py_read_keys(object, &keys) == 0 && !(found = PyMem_Calloc(keys.core.count + 1, sizeof *found)))
     PyErr_NoMemory();
-  if (found != NULL) {
+  if (found) {
     KVS_PY_NO_GIL(rc = kvs_file_contains(kvs_py_file_core(self), &keys.core, found, &err));
     result = rc != KVS_OK ? kvs_py_raise(kvs_py_state_of(self), &err) : PyList_New((Py_ssize_t)keys.core.count);
-    for (size_t i = 0; result != NULL && i < keys.core.count; ++i)
+    for (size_t i = 0; result && i < keys.core.count; i++)
       PyList_SET_ITEM(result, (Py_ssize_t)i, PyBool_FromLong(found[i]));
   }
   PyMem_Free(found);
   kvs_py_keys_clear(&keys);
-  if (result != NULL) kvs_py_file_say_note(self);
+  if (result) kvs_py_file_say_note(self);
   return result;
 }
 
@@ -403,12 +403,12 @@ static PyObject *store_touch(PyObject *self, PyObject *keys) { return on_keys(se
 /* Key i ends at ends[i], where the next begins. there NULL: a list of the keys, else of (key, there[i]). Frees them. */
 static PyObject *list_of_keys(uint8_t *keys, size_t *ends, bool *there, size_t count) {
   PyObject *list = PyList_New((Py_ssize_t)count);
-  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
+  for (size_t i = 0, begin = 0; list && i < count; begin = ends[i++]) {
     const char *key = (const char *)keys + begin;
     Py_ssize_t nbytes = (Py_ssize_t)(ends[i] - begin);
-    PyObject *item = there == NULL ? PyBytes_FromStringAndSize(key, nbytes)
-                                   : Py_BuildValue("(y#O)", key, nbytes, there[i] ? Py_True : Py_False);
-    if (item == NULL)
+    PyObject *item = there ? Py_BuildValue("(y#O)", key, nbytes, there[i] ? Py_True : Py_False)
+                           : PyBytes_FromStringAndSize(key, nbytes);
+    if (!item)
       Py_CLEAR(list);
     else
       PyList_SET_ITEM(list, (Py_ssize_t)i, item);
@@ -440,7 +440,7 @@ static PyObject *store_take_events(PyObject *self, PyObject *unused) {
   KVS_PY_NO_GIL(rc = kvs_file_take_events(kvs_py_file_core(self), &keys, &ends, &there, &count, &lost, &err));
   if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
   PyObject *list = list_of_keys(keys, ends, there, count);
-  return list == NULL ? NULL : Py_BuildValue("(NK)", list, (unsigned long long)lost);
+  return list ? Py_BuildValue("(NK)", list, (unsigned long long)lost) : NULL;
 }
 
 static PyObject *store_refresh(PyObject *self, PyObject *unused) {
@@ -544,9 +544,9 @@ static struct peeking *on_directory(PyObject *module, PyObject *directory, int (
   PyObject *path = NULL;
   if (!PyUnicode_FSConverter(directory, &path)) return NULL;
   struct peeking *peeking = calloc(1, sizeof *peeking);
-  if (peeking != NULL) peeking->directory = strdup(PyBytes_AS_STRING(path));
+  if (peeking) peeking->directory = strdup(PyBytes_AS_STRING(path));
   Py_DECREF(path);
-  if (peeking == NULL || peeking->directory == NULL) {
+  if (!peeking || !peeking->directory) {
     free(peeking);
     PyErr_NoMemory();
     return NULL;
@@ -556,14 +556,14 @@ static struct peeking *on_directory(PyObject *module, PyObject *directory, int (
 
 static PyObject *clear_directory(PyObject *module, PyObject *directory) {
   struct peeking *peeking = on_directory(module, directory, do_clear_directory);
-  if (peeking == NULL) return NULL;
+  if (!peeking) return NULL;
   discard_peeking(peeking);
   Py_RETURN_NONE;
 }
 
 static PyObject *peek(PyObject *module, PyObject *directory) {
   struct peeking *peeking = on_directory(module, directory, do_peek);
-  if (peeking == NULL) return NULL;
+  if (!peeking) return NULL;
   PyObject *found = Py_BuildValue("(sK)", peeking->layout, (unsigned long long)peeking->nbytes);
   discard_peeking(peeking);
   return found;
@@ -591,9 +591,9 @@ static PyObject *limit(PyObject *module, PyObject *args) {
   unsigned long long nbytes = 0;
   if (!PyArg_ParseTuple(args, "O&K:_file_limit", PyUnicode_FSConverter, &path, &nbytes)) return NULL;
   struct limiting *limiting = calloc(1, sizeof *limiting);
-  if (limiting != NULL) limiting->directory = strdup(PyBytes_AS_STRING(path));
+  if (limiting) limiting->directory = strdup(PyBytes_AS_STRING(path));
   Py_DECREF(path);
-  if (limiting == NULL || limiting->directory == NULL) {
+  if (!limiting || !limiting->directory) {
     free(limiting);
     return PyErr_NoMemory();
   }

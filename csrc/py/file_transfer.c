@@ -1,9 +1,9 @@
 /* kvswap.files.FileTransfer: the handle of a list of blocks being stored, loaded or deleted. It holds its store. */
-#include "file_transfer.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "transfer.h"
+#include "py/file_transfer.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/transfer.h"
 
 static struct kvs_file_transfer *core(PyObject *self) { return kvs_py_file_transfer_core(self); }
 
@@ -62,8 +62,8 @@ static int add_reason(PyObject *self, PyObject *dict, uint32_t position) {
   struct kvs_error err = {0};
   kvs_file_transfer_reason(core(self), position, &err);
   PyObject *key = PyLong_FromUnsignedLong(position);
-  PyObject *reason = key == NULL ? NULL : kvs_py_exception(kvs_py_state_of(self), &err);
-  int rc = reason == NULL ? -1 : PyDict_SetItem(dict, key, reason);
+  PyObject *reason = key ? kvs_py_exception(kvs_py_state_of(self), &err) : NULL;
+  int rc = reason ? PyDict_SetItem(dict, key, reason) : -1;
   Py_XDECREF(key);
   Py_XDECREF(reason);
   return rc;
@@ -72,9 +72,9 @@ static int add_reason(PyObject *self, PyObject *dict, uint32_t position) {
 static PyObject *transfer_reasons(PyObject *self, void *Py_UNUSED(ignored)) {
   size_t count;
   uint32_t *positions = kvs_py_any_transfer_failed(self, &count);
-  if (count != 0 && positions == NULL) return NULL;
+  if (count != 0 && !positions) return NULL;
   PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict != NULL && i < count; ++i)
+  for (size_t i = 0; dict && i < count; i++)
     if (add_reason(self, dict, positions[i]) < 0) Py_CLEAR(dict);
   PyMem_Free(positions);
   return dict;

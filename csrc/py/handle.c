@@ -1,9 +1,9 @@
 /* Streams by their driver's handle, and the list of what a transfer starts after. */
-#include "handle.h"
-#include "../device/share.h"
-#include "args.h"
-#include "arrays.h"
-#include "objects.h"
+#include "py/handle.h"
+#include "device/share.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/objects.h"
 
 /* An argument's name and position, for messages. */
 struct argument {
@@ -12,7 +12,7 @@ struct argument {
 };
 
 static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struct argument place) {
-  if (wanted == NULL || have == wanted) return 0;
+  if (!wanted || have == wanted) return 0;
   return kvs_py_complain(PyExc_ValueError, place.name, place.index, "is of %s, not of %s", kvs_engine_name(have),
                          kvs_engine_name(wanted));
 }
@@ -39,7 +39,7 @@ static int from_protocol(struct kvs_py_state *state, PyObject *object, struct ar
   if (PyCallable_Check(pair)) {
     PyObject *called = PyObject_CallNoArgs(pair);
     Py_DECREF(pair);
-    if (called == NULL) return -1;
+    if (!called) return -1;
     pair = called;
   }
   uint64_t version = 0;
@@ -60,7 +60,7 @@ static int from_protocol(struct kvs_py_state *state, PyObject *object, struct ar
 /* A torch stream has the number of its GPU. */
 static int check_index(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine) {
   PyObject *value;
-  if (engine == NULL || kvs_engine_device(engine)->info.driver == 0) return 0;
+  if (!engine || kvs_engine_device(engine)->info.driver == 0) return 0;
   int has = kvs_py_attribute(object, state->s_device_index, &value);
   if (has <= 0) return has;
   int ordinal = kvs_engine_device(engine)->ordinal;
@@ -114,7 +114,7 @@ static int find_item(struct kvs_py_state *state, PyObject *object, struct argume
   if ((PyObject *)Py_TYPE(object) == state->event_type) {
     item->kind = KVS_AFTER_EVENT;
     item->engine = kvs_py_event_engine(object, &item->handle);
-    bool can = engine == NULL || kvs_dev_can_wait_for(kvs_engine_device(engine), kvs_engine_device(item->engine));
+    bool can = !engine || kvs_dev_can_wait_for(kvs_engine_device(engine), kvs_engine_device(item->engine));
     return can || same_engine(item->engine, engine, place) == 0 ? 1 : -1;
   }
   if (PyTuple_Check(object) || PyList_Check(object)) return 0;
@@ -134,11 +134,11 @@ static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, con
                       struct kvs_py_after *after) {
   size_t count = (size_t)PyTuple_GET_SIZE(after->keep);
   after->items = count <= 1 ? &after->single : PyMem_Calloc(count, sizeof *after->items);
-  if (after->items == NULL) {
+  if (!after->items) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; i++) {
     PyObject *object = PyTuple_GET_ITEM(after->keep, (Py_ssize_t)i);
     after->items[i].kind = KVS_AFTER_NONE;
     if (none && object == Py_None) continue;
@@ -155,7 +155,7 @@ static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, con
 /* after->keep from any iterable but a str. */
 static int keep_items(PyObject *object, const char *name, const char *wanted, struct kvs_py_after *after) {
   after->keep = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
-  if (after->keep != NULL) return 0;
+  if (after->keep) return 0;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
@@ -165,7 +165,7 @@ static int keep_items(PyObject *object, const char *name, const char *wanted, st
 
 int kvs_py_read_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine,
                       struct kvs_py_after *after) {
-  if (object == NULL || object == Py_None) return 0;
+  if (!object || object == Py_None) return 0;
   int has = kvs_py_after_one(state, object, "after", engine, &after->single);
   if (has < 0) return -1;
   if (has == 1) {

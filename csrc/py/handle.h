@@ -2,7 +2,7 @@
 #ifndef KVS_PY_HANDLE_H
 #define KVS_PY_HANDLE_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                          uint64_t *handle);

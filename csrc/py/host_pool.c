@@ -1,10 +1,10 @@
 /* kvswap.memory.HostPool: blocks of host memory of this process. */
-#include "../base/wait.h"
-#include "args.h"
-#include "host_pool_base.h"
-#include "module.h"
-#include "objects.h"
-#include "wait.h"
+#include "base/wait.h"
+#include "py/args.h"
+#include "py/host_pool_base.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/wait.h"
 
 enum { NUM_BLOCKS, BLOCK_NBYTES, MAX_BLOCKS, COMMON };
 
@@ -28,7 +28,7 @@ static PyObject *host_pool_create(PyTypeObject *type, PyObject *args, PyObject *
     return NULL;
   }
   struct kvs_py_host_pool *self = kvs_py_host_pool_new(type, common, &engine);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_host_pool_open(engine, &options, &self->pool, &err);
   kvs_engine_unref(engine);
@@ -44,7 +44,7 @@ static int read_size(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return -1;
   if (kvs_py_uint64(values[0], "num_blocks", -1, num_blocks) < 0) return -1;
   *timeout_ns = INT64_C(60000000000);
-  return values[1] == NULL ? 0 : kvs_py_timeout(values[1], "timeout", timeout_ns);
+  return values[1] ? kvs_py_timeout(values[1], "timeout", timeout_ns) : 0;
 }
 
 struct resizing {

@@ -1,15 +1,15 @@
 /* The base of kvswap.memory.HostPool and SharedPool: arguments, waiting, views, closing,
  * attributes. */
-#include "host_pool_base.h"
-#include "../base/wait.h"
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "pool.h"
-#include "wait.h"
+#include "py/host_pool_base.h"
+#include "base/wait.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/pool.h"
+#include "py/wait.h"
 
 #include <limits.h>
 #include <string.h>
@@ -24,7 +24,7 @@ static struct kvs_py_host_pool *as_pool(PyObject *self) { return (struct kvs_py_
 
 static int read_numa(PyObject *value, struct kvs_host_pool_options *options) {
   int64_t node;
-  if (value == NULL) return 0;
+  if (!value) return 0;
   if (value == Py_None) {
     options->placement = KVS_PLACE_ANYWHERE;
     return 0;
@@ -43,7 +43,7 @@ static int read_numa(PyObject *value, struct kvs_host_pool_options *options) {
   return 0;
 }
 
-static int read_flag(PyObject *value, int otherwise) { return value == NULL ? otherwise : PyObject_IsTrue(value); }
+static int read_flag(PyObject *value, int otherwise) { return value ? PyObject_IsTrue(value) : otherwise; }
 
 /* A number of at least 1; NULL and None leave *number unchanged. */
 static int read_count(PyObject *value, const char *name, uint64_t most, uint64_t *number) {
@@ -85,10 +85,10 @@ int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *c
 
 struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine) {
   struct kvs_py_host_pool *self = (struct kvs_py_host_pool *)type->tp_alloc(type, 0);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   PyObject_GC_UnTrack(self); /* until it is open: see alloc_pool() in pool.c */
   *engine = kvs_py_engine_from(PyType_GetModuleState(type), common[KVS_PY_HOST_DEVICE]);
-  if (*engine == NULL) {
+  if (!*engine) {
     Py_DECREF(self);
     return NULL;
   }
@@ -141,13 +141,13 @@ static int call_progress(struct kvs_py_host_pool *self) {
   struct kvs_host_pool_info info;
   struct kvs_error ignored;
   PyObject *progress = self->progress;
-  if (progress == NULL || kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
+  if (!progress || kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
   Py_INCREF(progress);
   PyObject *done = PyObject_CallFunction(progress, "KK", (unsigned long long)info.done_nbytes,
                                          (unsigned long long)info.total_nbytes);
   Py_DECREF(progress);
   Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
+  return done ? 0 : -1;
 }
 
 int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
@@ -222,7 +222,7 @@ static int fill_view(PyObject *self, const struct kvs_host_pool_info *info, Py_b
     return -1;
   }
   Py_ssize_t *shape = PyMem_Calloc(4, sizeof *shape);
-  if (shape == NULL) {
+  if (!shape) {
     PyErr_NoMemory();
     return -1;
   }
@@ -267,7 +267,7 @@ static PyObject *layer_view(PyObject *self, PyObject *index) {
   struct kvs_host_pool_info info;
   uint64_t layer;
   PyObject *memory = PyMemoryView_FromObject(self); /* counted in `uses`: the pool stays open while the array lives */
-  if (memory == NULL || kvs_py_host_pool_info(self, &info) < 0 || kvs_py_uint64(index, "layer", -1, &layer) < 0) {
+  if (!memory || kvs_py_host_pool_info(self, &info) < 0 || kvs_py_uint64(index, "layer", -1, &layer) < 0) {
     Py_XDECREF(memory);
     return NULL;
   }
@@ -290,10 +290,10 @@ static PyObject *host_layer(PyObject *self, PyObject *const *args, Py_ssize_t na
 /* (num_blocks, *shape) */
 static PyObject *whole_shape(PyObject *tensor, PyObject *shape) {
   PyObject *own = PyObject_GetAttrString(tensor, "shape");
-  PyObject *first = own == NULL ? NULL : PySequence_GetSlice(own, 0, 1);
-  PyObject *head = first == NULL ? NULL : PySequence_Tuple(first);
-  PyObject *rest = head == NULL ? NULL : PySequence_Tuple(shape);
-  PyObject *whole = rest == NULL ? NULL : PySequence_Concat(head, rest);
+  PyObject *first = own ? PySequence_GetSlice(own, 0, 1) : NULL;
+  PyObject *head = first ? PySequence_Tuple(first) : NULL;
+  PyObject *rest = head ? PySequence_Tuple(shape) : NULL;
+  PyObject *whole = rest ? PySequence_Concat(head, rest) : NULL;
   Py_XDECREF(own);
   Py_XDECREF(first);
   Py_XDECREF(head);
@@ -307,17 +307,17 @@ static PyObject *host_torch(PyObject *self, PyObject *const *args, Py_ssize_t na
   PyObject *values[3];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   PyObject *torch = PyImport_ImportModule("torch");
-  PyObject *array = torch == NULL ? NULL : layer_view(self, values[0]);
-  PyObject *tensor = array == NULL ? NULL : PyObject_CallMethod(torch, "from_numpy", "O", array);
+  PyObject *array = torch ? layer_view(self, values[0]) : NULL;
+  PyObject *tensor = array ? PyObject_CallMethod(torch, "from_numpy", "O", array) : NULL;
   Py_XDECREF(torch);
   Py_XDECREF(array);
-  if (tensor != NULL && kvs_py_given(values[1])) {
+  if (tensor && kvs_py_given(values[1])) {
     PyObject *typed = PyObject_CallMethod(tensor, "view", "O", values[1]);
     Py_SETREF(tensor, typed);
   }
-  if (tensor != NULL && kvs_py_given(values[2])) {
+  if (tensor && kvs_py_given(values[2])) {
     PyObject *shape = whole_shape(tensor, values[2]);
-    PyObject *shaped = shape == NULL ? NULL : PyObject_CallMethod(tensor, "view", "(O)", shape);
+    PyObject *shaped = shape ? PyObject_CallMethod(tensor, "view", "(O)", shape) : NULL;
     Py_XDECREF(shape);
     Py_SETREF(tensor, shaped);
   }
@@ -330,7 +330,7 @@ static PyObject *host_layer_ptrs(PyObject *self, PyObject *unused) {
   (void)unused;
   if (kvs_py_host_pool_info(self, &info) < 0) return NULL;
   PyObject *array = kvs_py_uint64_array(info.layers, &data);
-  for (uint64_t i = 0; array != NULL && i < info.layers; ++i) data[i] = info.ptr + i * info.layer_pitch;
+  for (uint64_t i = 0; array && i < info.layers; i++) data[i] = info.ptr + i * info.layer_pitch;
   return array;
 }
 
@@ -347,9 +347,9 @@ static PyObject *host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nar
   else
     kvs_engine_ref(engine);
   /* A device's attributes are Python, which may have shrunk the pool. With the view it keeps its size. */
-  PyObject *view = engine == NULL ? NULL : PyMemoryView_FromObject(self);
-  if (view == NULL || kvs_py_host_any_info(self, &info) < 0) {
-    if (engine != NULL) kvs_engine_unref(engine);
+  PyObject *view = engine ? PyMemoryView_FromObject(self) : NULL;
+  if (!view || kvs_py_host_any_info(self, &info) < 0) {
+    if (engine) kvs_engine_unref(engine);
     Py_XDECREF(view);
     return NULL;
   }
@@ -447,7 +447,7 @@ static PyObject *host_close(PyObject *self, PyObject *const *args, Py_ssize_t na
   PyObject *values[2];
   int64_t timeout_ns = CLOSE_SECONDS * SECOND_NS;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (values[0] != NULL && kvs_py_timeout(values[0], "timeout", &timeout_ns) < 0) return NULL;
+  if (values[0] && kvs_py_timeout(values[0], "timeout", &timeout_ns) < 0) return NULL;
   int force = read_flag(values[1], 0);
   if (force < 0 || close_pool(self, timeout_ns, force == 1) < 0) return NULL;
   Py_RETURN_NONE;
@@ -483,7 +483,7 @@ static void host_dealloc(PyObject *self) {
   PyObject *progress = as_pool(self)->progress;
   PyObject_GC_UnTrack(self);
   kvs_py_object_free(self);
-  if (pool != NULL) kvs_host_pool_free_later(pool);
+  if (pool) kvs_host_pool_free_later(pool);
   Py_XDECREF(progress);
 }
 
@@ -562,8 +562,8 @@ static PyObject *host_notices(PyObject *self, void *unused) {
   if (kvs_py_host_any_info(self, &info) < 0) return NULL;
   kvs_host_pool_notices(((struct kvs_py_host_pool *)self)->pool, text, sizeof text);
   PyObject *whole = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-  PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
-  PyObject *tuple = lines == NULL ? NULL : PyList_AsTuple(lines);
+  PyObject *lines = whole ? PyUnicode_Splitlines(whole, 0) : NULL;
+  PyObject *tuple = lines ? PyList_AsTuple(lines) : NULL;
   Py_XDECREF(whole);
   Py_XDECREF(lines);
   return tuple;

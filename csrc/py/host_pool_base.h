@@ -2,7 +2,7 @@
 #ifndef KVS_PY_HOST_POOL_BASE_H
 #define KVS_PY_HOST_POOL_BASE_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 /* States of a pool's object, in the atomic `uses`. Each move is one atomic operation, so that a close and a new export
  * cannot both succeed.

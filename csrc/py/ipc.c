@@ -1,15 +1,15 @@
 /* The underscored functions behind kvswap.memory: exports as bytes, and opening them; and behind
  * kvswap.fastdeploy's segments: the driver's handle in an export, and an export from a handle. */
-#include "address.h"
-#include "args.h"
-#include "errors.h"
-#include "event.h"
-#include "mapped.h"
-#include "memory.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/event.h"
+#include "py/mapped.h"
+#include "py/memory.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 #include <string.h>
 
@@ -21,7 +21,7 @@ static int read_text(PyObject *value, const char *name, char *text, size_t capac
   if (!PyUnicode_Check(value))
     return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, not %s", Py_TYPE(value)->tp_name);
   const char *utf8 = PyUnicode_AsUTF8AndSize(value, &length);
-  if (utf8 == NULL) return -1;
+  if (!utf8) return -1;
   if ((size_t)length >= capacity || strlen(utf8) != (size_t)length)
     return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be at most %zu bytes of UTF-8, none of them 0",
                            value, capacity - 1);
@@ -32,13 +32,13 @@ static int read_text(PyObject *value, const char *name, char *text, size_t capac
 static int read_shape(PyObject *value, struct kvs_export *made) {
   if (!kvs_py_given(value)) return 0;
   PyObject *items = PySequence_Tuple(value);
-  if (items == NULL) return -1;
+  if (!items) return -1;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
   int rc = 0;
   if (count > KVS_EXPORT_DIMS)
     rc = kvs_py_complain(PyExc_ValueError, "shape", -1, "has %zd dimensions: at most %d travel", count,
                          (int)KVS_EXPORT_DIMS);
-  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i)
+  for (Py_ssize_t i = 0; rc == 0 && i < count; i++)
     rc = kvs_py_uint64(PyTuple_GET_ITEM(items, i), "shape", i, &made->shape[i]);
   made->ndim = (uint32_t)count;
   Py_DECREF(items);
@@ -91,7 +91,7 @@ static struct kvs_engine *engine_of(struct kvs_py_state *state, PyObject *source
   struct kvs_engine *engine = NULL;
   if (type == state->pool_type) engine = kvs_pool_engine(kvs_py_pool_core(source));
   if (type == state->memory_type) engine = kvs_py_memory_engine(source);
-  if (engine != NULL && !kvs_py_given(device)) {
+  if (engine && !kvs_py_given(device)) {
     kvs_engine_ref(engine);
     return engine;
   }
@@ -107,8 +107,8 @@ static void drop_server(PyObject *capsule) {
 }
 
 static PyObject *export_result(const unsigned char *bytes, struct kvs_server *server) {
-  PyObject *keeper = server == NULL ? Py_NewRef(Py_None) : PyCapsule_New(server, SERVER, drop_server);
-  if (keeper == NULL) {
+  PyObject *keeper = server ? PyCapsule_New(server, SERVER, drop_server) : Py_NewRef(Py_None);
+  if (!keeper) {
     kvs_server_free(server);
     return NULL;
   }
@@ -129,14 +129,13 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (read_text(values[DTYPE], "dtype", made.dtype, sizeof made.dtype) < 0) return NULL;
   if (read_shape(values[SHAPE], &made) < 0) return NULL;
-  if (values[GENERATION] != NULL && kvs_py_uint64(values[GENERATION], "generation", -1, &made.generation) < 0)
-    return NULL;
+  if (values[GENERATION] && kvs_py_uint64(values[GENERATION], "generation", -1, &made.generation) < 0) return NULL;
   rc = (PyObject *)Py_TYPE(values[SOURCE]) == state->pool_type
            ? take_pool(state, values[SOURCE], &made)
            : take_address(state, values[SOURCE], values[SIZE], &made);
   if (rc < 0) return NULL;
   struct kvs_engine *engine = engine_of(state, values[SOURCE], values[DEVICE], &made);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   KVS_PY_NO_GIL(rc = kvs_export_make(engine, &made, &server, &err));
   kvs_engine_unref(engine);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
@@ -147,7 +146,7 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyObject *ipc_stop(PyObject *module, PyObject *capsule) {
   (void)module;
   struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
-  if (server == NULL || PyCapsule_SetDestructor(capsule, NULL) < 0) return NULL;
+  if (!server || PyCapsule_SetDestructor(capsule, NULL) < 0) return NULL;
   if (PyCapsule_SetName(capsule, "stopped") < 0) return NULL;
   KVS_PY_NO_GIL(kvs_server_free(server)); /* waits for the server's thread */
   Py_RETURN_NONE;
@@ -170,14 +169,14 @@ static PyObject *ipc_read(PyObject *module, PyObject *data) {
   struct kvs_export from;
   if (read_export(PyModule_GetState(module), data, &from) < 0) return NULL;
   PyObject *shape = PyTuple_New((Py_ssize_t)from.ndim);
-  for (uint32_t i = 0; shape != NULL && i < from.ndim; ++i) {
+  for (uint32_t i = 0; shape && i < from.ndim; i++) {
     PyObject *count = PyLong_FromUnsignedLongLong(from.shape[i]);
-    if (count == NULL)
+    if (!count)
       Py_CLEAR(shape);
     else
       PyTuple_SET_ITEM(shape, (Py_ssize_t)i, count);
   }
-  if (shape == NULL) return NULL;
+  if (!shape) return NULL;
   return Py_BuildValue("{s:s, s:y#, s:L, s:K, s:K, s:K, s:K, s:s, s:N, s:K, s:K, s:K, s:K, s:K}", "device", from.device,
                        "uuid", from.uuid, (Py_ssize_t)sizeof from.uuid, "pid", (long long)from.pid, "generation",
                        (unsigned long long)from.generation, "allocation_nbytes",
@@ -223,14 +222,14 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   if (wanted && kvs_py_uint64(values[GENERATION], "generation", -1, &generation) < 0) return NULL;
   if (read_export(state, values[DATA], &from) < 0) return NULL;
   struct kvs_engine *engine = engine_for(state, values[DEVICE], &from);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   KVS_PY_NO_GIL(rc = kvs_opening_start(engine, &from, wanted ? &generation : NULL, &open.opening, &err));
   PyObject *result = NULL;
   if (rc != KVS_OK)
     kvs_py_raise(state, &err);
   else if (kvs_py_wait(state, open_slice, &open, -1, "opening") == 0) /* the exchange has its own limit */
     result = kvs_py_mapped_new(state, open.mapped, engine);
-  if (open.opening != NULL) kvs_opening_drop(open.opening);
+  if (open.opening) kvs_opening_drop(open.opening);
   kvs_engine_unref(engine); /* the mapping holds its own reference */
   return result;
 }
@@ -266,7 +265,7 @@ static PyObject *ipc_open_event(PyObject *module, PyObject *const *args, Py_ssiz
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (read_export(state, values[0], &from) < 0) return NULL;
   struct kvs_engine *engine = engine_for(state, values[1], &from);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   KVS_PY_NO_GIL(rc = kvs_open_event(engine, &from, &handle, &err));
   PyObject *event = rc == KVS_OK ? kvs_py_event_new(state, engine, handle) : kvs_py_raise(state, &err);
   kvs_engine_unref(engine);
@@ -315,7 +314,7 @@ static PyObject *ipc_of_handle(PyObject *module, PyObject *const *args, Py_ssize
   if (read_handle(values[HANDLE], handle) < 0) return NULL;
   if (kvs_py_uint64(values[SIZE], "nbytes", -1, &nbytes) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[DEVICE]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = kvs_export_from_handle(engine, handle, nbytes, &made, &err);
   kvs_engine_unref(engine);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);

@@ -1,18 +1,18 @@
 /* Private functions of kvswap's modules: facts of the machine that need no open device, a delay, the end of the
  * process. */
-#include "../cuda/fatbin.h"
-#include "../cuda/info.h"
-#include "../engine/pattern.h"
-#include "../hostpool/budget.h"
-#include "../kvswap_file.h"
-#include "args.h"
-#include "device_facts.h"
-#include "dicts.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
+#include "cuda/fatbin.h"
+#include "cuda/info.h"
+#include "engine/pattern.h"
+#include "hostpool/budget.h"
+#include "kvswap_file.h"
+#include "py/args.h"
+#include "py/device_facts.h"
+#include "py/dicts.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
 
 static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "seconds", "stream"};
@@ -27,7 +27,7 @@ static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs
   if (kvs_py_timeout(values[1], "seconds", &ns) < 0) return NULL;
   if (ns < 0) return kvs_py_complain(PyExc_ValueError, "seconds", -1, "must be given"), NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int known = kvs_py_stream_handle(state, values[2], "stream", engine, &stream);
   if (known == 0) {
     KVS_PY_NO_GIL(rc = kvs_delay(engine, (uint64_t)ns, stream, &err));
@@ -82,7 +82,7 @@ static PyObject *host_memory(PyObject *module, PyObject *const *args, Py_ssize_t
   (void)module;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   const char *root = PyUnicode_AsUTF8(value);
-  if (root == NULL) return NULL;
+  if (!root) return NULL;
   KVS_PY_NO_GIL(kvs_budget_read(root, &budget));
   return KVS_PY_DICT(&budget, fields);
 }
@@ -114,13 +114,13 @@ static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t n
 static PyObject *paths(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   PyObject *list = PyList_New(0);
-  for (int path = KVS_PATH_AUTO + 1; list != NULL && path < KVS_PATHS; ++path) {
+  for (int path = KVS_PATH_AUTO + 1; list && path < KVS_PATHS; path++) {
     enum kvs_path which = (enum kvs_path)path;
     PyObject *row = Py_BuildValue(
         "{s:s, s:N, s:N, s:N, s:N}", "name", kvs_path_name(which), "kernels",
         PyBool_FromLong(kvs_path_needs_kernels(which)), "threads", PyBool_FromLong(kvs_path_needs_threads(which)),
         "codes", PyBool_FromLong(kvs_path_codes(which)), "lender", PyBool_FromLong(kvs_path_needs_lender(which)));
-    if (row == NULL || PyList_Append(list, row) < 0) Py_CLEAR(list);
+    if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
     Py_XDECREF(row);
   }
   return list;

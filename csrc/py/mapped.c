@@ -1,11 +1,11 @@
 /* kvswap.memory.Mapped, the result of kvswap.memory.open(). `uses` counts exported buffers, as in memory.c. Closing
  * sets it from 0 to CLOSED. */
-#include "mapped.h"
-#include "args.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "wait.h"
+#include "py/mapped.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/wait.h"
 
 #include <string.h>
 
@@ -28,7 +28,7 @@ static bool is_closed(PyObject *self) { return atomic_load(&as_mapped(self)->use
 PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine) {
   PyTypeObject *type = (PyTypeObject *)state->mapped_type;
   struct mapped_object *self = (struct mapped_object *)type->tp_alloc(type, 0);
-  if (self == NULL) {
+  if (!self) {
     kvs_mapped_free(mapped);
     return NULL;
   }
@@ -45,7 +45,7 @@ static PyObject *raise_closed(PyObject *self) {
 }
 
 static void mapped_dealloc(PyObject *self) {
-  if (as_mapped(self)->mapped != NULL) kvs_mapped_free(as_mapped(self)->mapped);
+  if (as_mapped(self)->mapped) kvs_mapped_free(as_mapped(self)->mapped);
   kvs_py_object_free(self);
 }
 
@@ -86,7 +86,7 @@ static PyObject *mapped_close(PyObject *self, PyObject *const *args, Py_ssize_t 
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (value == NULL) timeout_ns = (int64_t)PATIENCE_S * 1000000000;
+  if (!value) timeout_ns = (int64_t)PATIENCE_S * 1000000000;
   return close_within(self, timeout_ns);
 }
 
@@ -144,7 +144,7 @@ static PyObject *mapped_interface(PyObject *self, void *reachable) {
     return NULL;
   }
   PyObject *ptr = mapped_ptr(self, NULL);
-  if (ptr == NULL) return NULL;
+  if (!ptr) return NULL;
   return Py_BuildValue("{s:(K), s:s, s:(NO), s:O, s:i}", "shape", (unsigned long long)export_of(self)->nbytes,
                        "typestr", "|u1", "data", ptr, Py_False, "strides", Py_None, "version", 3);
 }
@@ -172,13 +172,13 @@ static PyObject *mapped_pool(PyObject *self, PyObject *const *args, Py_ssize_t n
     return kvs_py_raise(state, &err);
   }
   PyObject *device = kvs_py_device_like(state, as_mapped(self)->engine);
-  if (device == NULL) return NULL;
+  if (!device) return NULL;
   PyObject *given = Py_BuildValue("(NOKK)", device, self, (unsigned long long)from->num_blocks,
                                   (unsigned long long)from->block_nbytes);
   PyObject *named = Py_BuildValue("{s:K, s:K, s:K, s:O}", "stride", (unsigned long long)from->stride, "rows",
                                   (unsigned long long)from->rows, "pitch", (unsigned long long)from->pitch, "name",
-                                  name == NULL ? Py_None : name);
-  PyObject *pool = given == NULL || named == NULL ? NULL : PyObject_Call(state->pool_type, given, named);
+                                  name ? name : Py_None);
+  PyObject *pool = !given || !named ? NULL : PyObject_Call(state->pool_type, given, named);
   Py_XDECREF(given);
   Py_XDECREF(named);
   return pool;
@@ -188,9 +188,9 @@ static PyObject *mapped_shape(PyObject *self, void *unused) {
   (void)unused;
   const struct kvs_export *from = export_of(self);
   PyObject *shape = PyTuple_New((Py_ssize_t)from->ndim);
-  for (uint32_t i = 0; shape != NULL && i < from->ndim; ++i) {
+  for (uint32_t i = 0; shape && i < from->ndim; i++) {
     PyObject *count = PyLong_FromUnsignedLongLong(from->shape[i]);
-    if (count == NULL)
+    if (!count)
       Py_CLEAR(shape);
     else
       PyTuple_SET_ITEM(shape, (Py_ssize_t)i, count);

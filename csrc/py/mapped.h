@@ -2,7 +2,7 @@
 #ifndef KVS_PY_MAPPED_H
 #define KVS_PY_MAPPED_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine);
 

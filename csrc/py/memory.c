@@ -1,14 +1,14 @@
 /* kvswap.Memory, the result of Device.alloc(). `uses` counts exported buffers. Freeing sets it from 0 to FREED by
  * compare-exchange, so that a free and a new export cannot both succeed. And host_alloc, host_free,
  * host_register, host_unregister: pinned memory by plain addresses. */
-#include "memory.h"
-#include "address.h"
-#include "args.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "py/memory.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 enum { FREED = -1 };
 
@@ -42,7 +42,7 @@ PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *eng
                               enum kvs_alloc kind) {
   PyTypeObject *type = (PyTypeObject *)state->memory_type;
   struct memory_object *self = (struct memory_object *)type->tp_alloc(type, 0);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   atomic_store(&self->uses, FREED);
   kvs_engine_ref(engine);
   self->engine = engine;
@@ -89,7 +89,7 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
 static void memory_dealloc(PyObject *object) {
   struct memory_object *self = as_memory(object);
   if (reserve_free(self)) kvs_engine_free_later(self->engine, self->ptr);
-  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  if (self->engine) kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }
 
@@ -161,7 +161,7 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
     return NULL;
   }
   PyObject *ptr = memory_ptr(object, NULL);
-  if (ptr == NULL) return NULL;
+  if (!ptr) return NULL;
   return Py_BuildValue("{s:(K), s:s, s:(NO), s:O, s:i}", "shape", (unsigned long long)self->nbytes, "typestr", "|u1",
                        "data", ptr, Py_False, "strides", Py_None, "version", 3);
 }
@@ -231,7 +231,7 @@ static PyObject *host_alloc(PyObject *module, PyObject *const *args, Py_ssize_t 
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_uint64(values[0], "nbytes", -1, &nbytes) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[1]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   if (kvs_py_alloc(state, engine, nbytes, KVS_ALLOC_HOST, &ptr) < 0) {
     kvs_engine_unref(engine);
     return NULL;
@@ -261,7 +261,7 @@ static PyObject *host_register(PyObject *module, PyObject *const *args, Py_ssize
     return NULL;
   }
   struct kvs_engine *engine = kvs_py_engine_from(state, values[2]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_host_register(engine, address.ptr, nbytes, &err);
   kvs_engine_unref(engine);

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_MEMORY_H
 #define KVS_PY_MEMORY_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes,
                               enum kvs_alloc kind);

@@ -1,28 +1,27 @@
 /* _metrics(): all counters and histograms of the process, as plain dicts for kvswap.metrics. */
-#include "../engine/metrics.h"
-#include "../files/store.h"
-#include "../hostpool/metrics.h"
-#include "dicts.h"
-#include "host_pool_base.h"
-#include "module.h"
-#include "options.h"
+#include "engine/metrics.h"
+#include "files/store.h"
+#include "hostpool/metrics.h"
+#include "py/dicts.h"
+#include "py/host_pool_base.h"
+#include "py/module.h"
+#include "py/options.h"
 
 #include <ctype.h>
 #include <string.h>
 
 static uint64_t total(const struct kvs_histogram_counts *histogram) {
   uint64_t n = 0;
-  for (int i = 0; i <= KVS_HISTOGRAM_BOUNDS; ++i) n += histogram->buckets[i];
+  for (int i = 0; i <= KVS_HISTOGRAM_BOUNDS; i++) n += histogram->buckets[i];
   return n;
 }
 
 /* {"buckets": [...], "sum": ...}; the buckets count apart from each other. */
 static PyObject *histogram(const struct kvs_histogram_counts *counts, PyObject *(*sum)(const void *)) {
   PyObject *dict = PyDict_New(), *buckets = PyList_New(0);
-  for (int i = 0; buckets != NULL && i <= KVS_HISTOGRAM_BOUNDS; ++i)
+  for (int i = 0; buckets && i <= KVS_HISTOGRAM_BOUNDS; i++)
     if (kvs_py_append(buckets, kvs_py_of_count(&counts->buckets[i])) < 0) Py_CLEAR(buckets);
-  if (dict == NULL || kvs_py_put(dict, "buckets", Py_XNewRef(buckets)) < 0 ||
-      kvs_py_put(dict, "sum", sum(&counts->sum)) < 0)
+  if (!dict || kvs_py_put(dict, "buckets", Py_XNewRef(buckets)) < 0 || kvs_py_put(dict, "sum", sum(&counts->sum)) < 0)
     Py_CLEAR(dict);
   Py_XDECREF(buckets);
   return dict;
@@ -36,11 +35,11 @@ static PyObject *sizes(const void *member) { return histogram(member, kvs_py_of_
 static PyObject *failures(const void *member) {
   const uint64_t *failed = member;
   PyObject *dict = PyDict_New();
-  for (int i = 0; dict != NULL && i < KVS_STATUSES; ++i) {
+  for (int i = 0; dict && i < KVS_STATUSES; i++) {
     char name[32];
     if (failed[i] == 0) continue;
     snprintf(name, sizeof name, "%s", kvs_status_name(-i));
-    for (char *at = name; *at; ++at) *at = (char)tolower((unsigned char)*at);
+    for (char *at = name; *at; at++) *at = (char)tolower((unsigned char)*at);
     if (kvs_py_put(dict, name, kvs_py_of_count(&failed[i])) < 0) Py_CLEAR(dict);
   }
   return dict;
@@ -65,14 +64,14 @@ static PyObject *path_row(int direction, int path, const struct kvs_path_metrics
 
 static bool is_used(const struct kvs_path_metrics *metrics) {
   uint64_t failed = 0;
-  for (int i = 0; i < KVS_STATUSES; ++i) failed += metrics->failed[i];
+  for (int i = 0; i < KVS_STATUSES; i++) failed += metrics->failed[i];
   return failed != 0 || total(&metrics->nbytes) != 0;
 }
 
 static PyObject *path_rows(const struct kvs_engine_metrics *metrics) {
   PyObject *list = PyList_New(0);
-  for (int direction = 0; direction < 3; ++direction)
-    for (int path = 0; list != NULL && path < KVS_PATHS; ++path) {
+  for (int direction = 0; direction < 3; direction++)
+    for (int path = 0; list && path < KVS_PATHS; path++) {
       const struct kvs_path_metrics *row = &metrics->paths[direction][path];
       if (is_used(row) && kvs_py_append(list, path_row(direction, path, row)) < 0) Py_CLEAR(list);
     }
@@ -97,8 +96,8 @@ static PyObject *lane_rows(const struct kvs_engine_metrics *metrics) {
                                            [KVS_PRIORITY_HIGH] = "high",
                                            [KVS_PRIORITY_BACKGROUND] = "background"};
   PyObject *list = PyList_New(0);
-  for (int direction = 0; direction < 3; ++direction)
-    for (int priority = 0; list != NULL && priority <= KVS_PRIORITY_BACKGROUND; ++priority) {
+  for (int direction = 0; direction < 3; direction++)
+    for (int priority = 0; list && priority <= KVS_PRIORITY_BACKGROUND; priority++) {
       const struct kvs_lane_metrics *row = &metrics->lanes[direction][priority];
       if (row->lanes != 0 && kvs_py_append(list, lane_row(direction, priorities[priority], row)) < 0) Py_CLEAR(list);
     }
@@ -130,8 +129,7 @@ static PyObject *device_row(struct kvs_engine *engine, struct kvs_engine_metrics
       ENGINE(pool_blocks)};
   KVS_PY_NO_GIL(kvs_engine_get_metrics(engine, metrics));
   PyObject *dict = KVS_PY_FILL(Py_BuildValue("{s:s}", "device", kvs_engine_name(engine)), metrics, fields);
-  if (dict != NULL &&
-      (kvs_py_put(dict, "paths", path_rows(metrics)) < 0 || kvs_py_put(dict, "lanes", lane_rows(metrics)) < 0))
+  if (dict && (kvs_py_put(dict, "paths", path_rows(metrics)) < 0 || kvs_py_put(dict, "lanes", lane_rows(metrics)) < 0))
     Py_CLEAR(dict);
   return dict;
 }
@@ -140,9 +138,9 @@ static PyObject *device_rows(void) {
   PyObject *list = PyList_New(0);
   struct kvs_engine_metrics *metrics = PyMem_Malloc(sizeof *metrics);
   struct kvs_engine *engine;
-  if (metrics == NULL) PyErr_NoMemory();
-  if (metrics == NULL) Py_CLEAR(list);
-  for (unsigned i = 0; list != NULL && (engine = kvs_engine_at(i)) != NULL; ++i)
+  if (!metrics) PyErr_NoMemory();
+  if (!metrics) Py_CLEAR(list);
+  for (unsigned i = 0; list && (engine = kvs_engine_at(i)) != NULL; i++)
     if (!kvs_dev_forked(kvs_engine_device(engine)) && kvs_py_append(list, device_row(engine, metrics)) < 0)
       Py_CLEAR(list);
   PyMem_Free(metrics);
@@ -189,7 +187,7 @@ static PyObject *file_row(const void *row) {
       {"oldest_seconds", offsetof(struct kvs_file_metrics, oldest_ns), kvs_py_of_seconds}};
   const struct kvs_file_metrics *metrics = row;
   PyObject *dict = KVS_PY_DICT(metrics, fields), *kinds = PyList_New(0);
-  if (dict == NULL || kinds == NULL || kvs_py_append(kinds, kind_row("store", &metrics->stores)) < 0 ||
+  if (!dict || !kinds || kvs_py_append(kinds, kind_row("store", &metrics->stores)) < 0 ||
       kvs_py_append(kinds, kind_row("load", &metrics->loads)) < 0 ||
       kvs_py_append(kinds, kind_row("delete", &metrics->deletes)) < 0 ||
       kvs_py_put(dict, "operations", Py_NewRef(kinds)) < 0)
@@ -240,10 +238,10 @@ static PyObject *rows_of(const struct counted *counted) {
   Py_BEGIN_ALLOW_THREADS
   capacity = counted->get(NULL, 0) + MORE;
   rows = calloc(capacity, counted->nbytes);
-  found = rows == NULL ? 0 : counted->get(rows, capacity);
+  found = rows ? counted->get(rows, capacity) : 0;
   Py_END_ALLOW_THREADS
-  PyObject *list = rows == NULL ? PyErr_NoMemory() : PyList_New(0);
-  for (size_t i = 0; list != NULL && i < found && i < capacity; ++i)
+  PyObject *list = rows ? PyList_New(0) : PyErr_NoMemory();
+  for (size_t i = 0; list && i < found && i < capacity; i++)
     if (kvs_py_append(list, counted->row(rows + i * counted->nbytes)) < 0) Py_CLEAR(list);
   free(rows);
   return list;
@@ -252,19 +250,18 @@ static PyObject *rows_of(const struct counted *counted) {
 static PyObject *metrics(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   PyObject *dict = PyDict_New();
-  if (dict != NULL &&
-      (kvs_py_put(dict, "devices", device_rows()) < 0 || kvs_py_put(dict, "files", rows_of(&files)) < 0 ||
-       kvs_py_put(dict, "host_pools", rows_of(&host_pools)) < 0))
+  if (dict && (kvs_py_put(dict, "devices", device_rows()) < 0 || kvs_py_put(dict, "files", rows_of(&files)) < 0 ||
+               kvs_py_put(dict, "host_pools", rows_of(&host_pools)) < 0))
     Py_CLEAR(dict);
   return dict;
 }
 
 static PyObject *bounds_tuple(const uint64_t *bounds, bool seconds) {
   PyObject *tuple = PyTuple_New(KVS_HISTOGRAM_BOUNDS);
-  for (int i = 0; tuple != NULL && i < KVS_HISTOGRAM_BOUNDS; ++i) {
+  for (int i = 0; tuple && i < KVS_HISTOGRAM_BOUNDS; i++) {
     /* dividing gives the float nearest to the decimal bound */
     PyObject *value = seconds ? PyFloat_FromDouble((double)bounds[i] / 1e9) : kvs_py_of_count(&bounds[i]);
-    if (value == NULL)
+    if (!value)
       Py_CLEAR(tuple);
     else
       PyTuple_SET_ITEM(tuple, i, value);
@@ -275,8 +272,8 @@ static PyObject *bounds_tuple(const uint64_t *bounds, bool seconds) {
 static PyObject *metrics_bounds(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   PyObject *seconds = bounds_tuple(kvs_histogram_time_bounds(), true);
-  PyObject *nbytes = seconds == NULL ? NULL : bounds_tuple(kvs_histogram_size_bounds(), false);
-  if (nbytes != NULL) return Py_BuildValue("(NN)", seconds, nbytes);
+  PyObject *nbytes = seconds ? bounds_tuple(kvs_histogram_size_bounds(), false) : NULL;
+  if (nbytes) return Py_BuildValue("(NN)", seconds, nbytes);
   Py_XDECREF(seconds);
   return NULL;
 }

@@ -1,11 +1,11 @@
 /* The module. Its state is pointers, listed in one table: a row creates its pointer when the module is executed, and
  * serves traverse and clear. Types are added to the module under their names. */
-#include "module.h"
-#include "arrays.h"
-#include "capi.h"
-#include "errors.h"
-#include "objects.h"
-#include "sources.h"
+#include "py/module.h"
+#include "py/arrays.h"
+#include "py/capi.h"
+#include "py/errors.h"
+#include "py/objects.h"
+#include "py/sources.h"
 
 #include <stddef.h>
 
@@ -105,13 +105,13 @@ static int module_exec(PyObject *module) {
                                   kvs_py_await_methods,  kvs_py_metrics_methods,     kvs_py_trace_methods,
                                   kvs_py_disk_methods,   kvs_py_remote_methods,      kvs_py_codec_methods};
   if (kvs_py_arrays_init() < 0) return -1;
-  for (int i = 0; i < ROWS; ++i) {
+  for (int i = 0; i < ROWS; i++) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);
-    if (made == NULL) return -1;
+    if (!made) return -1;
     *slot_of(module, &rows[i]) = made;
     if (PyType_Check(made) && PyModule_AddType(module, (PyTypeObject *)made) < 0) return -1;
   }
-  for (size_t i = 0; i < sizeof methods / sizeof *methods; ++i)
+  for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
     if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
   if (kvs_py_capi_add(module) < 0) return -1;
   if (PyModule_AddStringConstant(module, "_sources", KVSWAP_SOURCES) < 0) return -1;
@@ -119,12 +119,12 @@ static int module_exec(PyObject *module) {
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
-  for (int i = 0; i < ROWS; ++i) Py_VISIT(*slot_of(module, &rows[i]));
+  for (int i = 0; i < ROWS; i++) Py_VISIT(*slot_of(module, &rows[i]));
   return 0;
 }
 
 static int module_clear(PyObject *module) {
-  for (int i = 0; i < ROWS; ++i) Py_CLEAR(*slot_of(module, &rows[i]));
+  for (int i = 0; i < ROWS; i++) Py_CLEAR(*slot_of(module, &rows[i]));
   return 0;
 }
 

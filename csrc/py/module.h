@@ -3,7 +3,7 @@
 #ifndef KVS_PY_MODULE_H
 #define KVS_PY_MODULE_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec,
     kvs_py_any_transfer_spec, kvs_py_transfer_spec, kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_any_host_pool_spec,

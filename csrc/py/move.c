@@ -1,10 +1,10 @@
 /* kvswap.move_blocks(). Its cost in Python does not grow with the number of blocks, except for reading the lists. */
-#include "args.h"
-#include "arrays.h"
-#include "device_ids.h"
-#include "module.h"
-#include "objects.h"
-#include "transfer.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/device_ids.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/transfer.h"
 
 #include <string.h>
 
@@ -30,7 +30,7 @@ struct move_args {
 };
 
 static void move_clear(struct move_args *call) {
-  for (int side = 0; side < 2; ++side) {
+  for (int side = 0; side < 2; side++) {
     Py_XDECREF(call->sides[side]);
     Py_XDECREF(call->keep[side]);
   }
@@ -51,7 +51,7 @@ static PyObject *read_side(const struct move_args *call, PyObject *object, const
   /* an array is an argument of the swap functions: refuse it before making a tuple of its items */
   bool other = PyUnicode_Check(object) || PyObject_CheckBuffer(object);
   PyObject *pools = other ? NULL : PySequence_Tuple(object);
-  if (pools != NULL) return pools;
+  if (pools) return pools;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
@@ -67,7 +67,7 @@ static size_t count_of(const struct move_args *call, int side) {
 static int fill_pools(struct move_args *call, int side, size_t count, struct kvs_pool **pools) {
   PyObject *object = call->sides[side];
   bool one = is_pool(call, object);
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; i++) {
     PyObject *pool = one ? object : PyTuple_GET_ITEM(object, (Py_ssize_t)i);
     Py_ssize_t index = one ? -1 : (Py_ssize_t)i;
     if (!is_pool(call, pool))
@@ -81,13 +81,13 @@ static int fill_pools(struct move_args *call, int side, size_t count, struct kvs
 }
 
 static int read_pools(struct move_args *call, PyObject *const *values) {
-  for (int side = SRC; side <= DST; ++side)
-    if ((call->sides[side] = read_side(call, values[side], names[side])) == NULL) return -1;
+  for (int side = SRC; side <= DST; side++)
+    if (!(call->sides[side] = read_side(call, values[side], names[side]))) return -1;
   size_t count = count_of(call, SRC);
   if (kvs_py_same_length("dst", count_of(call, DST), "src", count) < 0) return -1;
   if (count == 0) return kvs_py_complain(PyExc_ValueError, "src", -1, "has no pools: at least one pair is needed");
   call->pools = count <= FEW ? call->few : PyMem_Calloc(2 * count, sizeof(struct kvs_pool *));
-  if (call->pools == NULL) {
+  if (!call->pools) {
     PyErr_NoMemory();
     return -1;
   }
@@ -96,7 +96,7 @@ static int read_pools(struct move_args *call, PyObject *const *values) {
   call->move.npairs = count;
   if (fill_pools(call, SRC, count, call->pools) < 0 || fill_pools(call, DST, count, call->pools + count) < 0) return -1;
   call->options.hold = PyTuple_Pack(2, call->sides[SRC], call->sides[DST]);
-  return call->options.hold == NULL ? -1 : 0;
+  return call->options.hold ? 0 : -1;
 }
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
@@ -104,7 +104,7 @@ static int read_pools(struct move_args *call, PyObject *const *values) {
 static int read_lists(struct move_args *call, PyObject *const *values) {
   struct kvs_move *move = &call->move;
   struct kvs_ids *lists[] = {&move->src_ids, &move->dst_ids};
-  for (int i = SRC_IDS; i <= DST_IDS; ++i) {
+  for (int i = SRC_IDS; i <= DST_IDS; i++) {
     int on_device = kvs_py_on_device(call->state, values[i]);
     if (on_device < 0) return -1;
     if (on_device && call->on_device)
@@ -126,7 +126,7 @@ static int read_lists(struct move_args *call, PyObject *const *values) {
 
 /* The number of layers, for after_layers. The core checks that the parts' layers ascend without gaps. */
 static size_t layers_of(const struct kvs_move *move) {
-  if (move->parts == NULL) return move->npairs;
+  if (!move->parts) return move->npairs;
   return move->nparts == 0 ? 0 : (size_t)move->parts[move->nparts - 1].layer + 1;
 }
 
@@ -136,7 +136,7 @@ static int submit(void *arg, struct kvs_error *err) {
 }
 
 static int read_gpu_order(struct move_args *call, PyObject *value) {
-  if (value == NULL) return 0;
+  if (!value) return 0;
   int order = kvs_py_choice(value, "gpu_order", gpu_orders, 2);
   if (order < 0) return -1;
   if (order == KVS_GPU_ORDER_STREAM && !call->on_device)

@@ -1,12 +1,12 @@
 /* kvswap.testing.note_access() and note_order(): accesses and order of work that kvswap does not submit. */
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "races.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/races.h"
 
 enum { STREAM, POOL, SLOTS, WRITE, OFFSET, NBYTES, ACCESS };
 
@@ -25,7 +25,7 @@ static int read_access(struct kvs_py_state *state, PyObject *const *values, stru
   access->pool = kvs_py_pool_core(pool);
   struct kvs_engine *engine = kvs_pool_engine(access->pool);
   if (kvs_py_stream_handle(state, values[STREAM], "stream", engine, &access->stream) < 0) return -1;
-  if (values[OFFSET] != NULL && kvs_py_uint64(values[OFFSET], "offset", -1, &access->offset) < 0) return -1;
+  if (values[OFFSET] && kvs_py_uint64(values[OFFSET], "offset", -1, &access->offset) < 0) return -1;
   if (kvs_py_given(values[NBYTES])) {
     if (kvs_py_uint64(values[NBYTES], "nbytes", -1, &access->nbytes) < 0) return -1;
     if (access->nbytes == 0)
@@ -76,9 +76,9 @@ static struct kvs_engine *find_engine(struct kvs_py_state *state, PyObject *cons
   struct kvs_engine *engine = NULL;
   if (!kvs_py_given(values[DEVICE])) {
     engine = engine_of_object(state, values[AFTER]);
-    if (engine == NULL) engine = engine_of_object(state, values[BEFORE]);
+    if (!engine) engine = engine_of_object(state, values[BEFORE]);
   }
-  if (engine != NULL) {
+  if (engine) {
     kvs_engine_ref(engine);
     return engine;
   }
@@ -109,7 +109,7 @@ static PyObject *note_order(PyObject *module, PyObject *const *args, Py_ssize_t 
   int rc = -1;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   struct kvs_engine *engine = find_engine(state, values);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int known = read_order(state, values, engine, &before, &stream);
   if (known == 0) {
     Py_BEGIN_ALLOW_THREADS

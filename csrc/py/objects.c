@@ -1,5 +1,5 @@
 /* What more than one file reads of the module's objects. */
-#include "objects.h"
+#include "py/objects.h"
 
 struct kvs_py_state *kvs_py_state_of(PyObject *self) {
   return PyType_GetModuleState(Py_TYPE(self)); /* the types are final, so this is the type that the module created */
@@ -14,7 +14,7 @@ void kvs_py_object_free(PyObject *self) {
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine) {
   PyTypeObject *type = (PyTypeObject *)state->device_type;
   struct kvs_py_device *self = (struct kvs_py_device *)type->tp_alloc(type, 0);
-  if (self == NULL)
+  if (!self)
     kvs_engine_unref(engine);
   else
     self->engine = engine;

@@ -3,8 +3,8 @@
 #ifndef KVS_PY_OBJECTS_H
 #define KVS_PY_OBJECTS_H
 
-#include "../kvswap_file.h"
-#include "bind.h"
+#include "kvswap_file.h"
+#include "py/bind.h"
 
 /* The table in module.c has one row for each PyObject pointer. */
 struct kvs_py_state {

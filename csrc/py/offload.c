@@ -1,14 +1,14 @@
 /* kvswap._C.OffloadMap, to which kvswap.offload submits jobs. The map and its transfers hold its tensors. */
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "options.h"
-#include "races.h"
-#include "transfer.h"
-#include "wait.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/options.h"
+#include "py/races.h"
+#include "py/transfer.h"
+#include "py/wait.h"
 
 #include <string.h>
 
@@ -42,8 +42,8 @@ static int read_table(struct kvs_py_state *state, PyObject *object, const char *
 static int fill_tensors(struct tables *tables, struct kvs_offload_layout *layout) {
   const uint64_t *row = tables->numbers[0].data;
   tables->tensors = PyMem_Calloc(layout->ntensors + 1, sizeof *tables->tensors);
-  if (tables->tensors == NULL) return PyErr_NoMemory() == NULL ? -1 : 0;
-  for (size_t i = 0; i < layout->ntensors; ++i, row += TENSOR_COLUMNS)
+  if (!tables->tensors) return PyErr_NoMemory() ? 0 : -1;
+  for (size_t i = 0; i < layout->ntensors; i++, row += TENSOR_COLUMNS)
     tables->tensors[i] = (struct kvs_offload_tensor){row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7]};
   layout->tensors = tables->tensors;
   return 0;
@@ -52,8 +52,8 @@ static int fill_tensors(struct tables *tables, struct kvs_offload_layout *layout
 static int fill_parts(struct tables *tables, struct kvs_offload_layout *layout) {
   const uint64_t *row = tables->numbers[1].data;
   tables->parts = PyMem_Calloc(layout->nparts + 1, sizeof *tables->parts);
-  if (tables->parts == NULL) return PyErr_NoMemory() == NULL ? -1 : 0;
-  for (size_t i = 0; i < layout->nparts; ++i, row += PART_COLUMNS) {
+  if (!tables->parts) return PyErr_NoMemory() ? 0 : -1;
+  for (size_t i = 0; i < layout->nparts; i++, row += PART_COLUMNS) {
     if (row[0] > UINT32_MAX || row[1] > UINT32_MAX)
       return kvs_py_complain(PyExc_ValueError, "parts", (Py_ssize_t)i, "names a group or tensor beyond 2**32");
     tables->parts[i] = (struct kvs_offload_part){.group = (uint32_t)row[0],
@@ -72,7 +72,7 @@ static int fill_parts(struct tables *tables, struct kvs_offload_layout *layout) 
 }
 
 static void tables_clear(struct tables *tables) {
-  for (int i = 0; i < 2; ++i) Py_XDECREF(tables->numbers[i].keep);
+  for (int i = 0; i < 2; i++) Py_XDECREF(tables->numbers[i].keep);
   PyMem_Free(tables->tensors);
   PyMem_Free(tables->parts);
 }
@@ -116,7 +116,7 @@ static PyObject *map_create(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                    &values[2], &values[3], &values[4], &hold, &remember))
     return NULL;
   struct map_object *self = (struct map_object *)type->tp_alloc(type, 0);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   layout.remember_failures = remember != 0;
   bool made = (self->engine = kvs_py_engine_from(state, device)) != NULL &&
               read_layout(state, values, &tables, &layout) == 0 && open_map(state, self, &layout, hold) == 0;
@@ -131,8 +131,8 @@ static void map_dealloc(PyObject *self) {
   struct kvs_engine *engine = as_map(self)->engine;
   kvs_py_object_free(self);
   Py_BEGIN_ALLOW_THREADS
-  if (map != NULL) kvs_offload_close(map);
-  if (engine != NULL) kvs_engine_unref(engine);
+  if (map) kvs_offload_close(map);
+  if (engine) kvs_engine_unref(engine);
   Py_END_ALLOW_THREADS
 }
 
@@ -158,13 +158,13 @@ static int read_job(struct kvs_py_state *state, PyObject *const *values, struct 
                              &call->job.block_indices};
   int64_t direction;
   uint64_t next = 0;
-  for (int i = GPU_BLOCKS; i <= BLOCK_INDICES; ++i)
+  for (int i = GPU_BLOCKS; i <= BLOCK_INDICES; i++)
     if (kvs_py_ids(state, values[i], names[i], lists[i], &call->keep[i]) < 0) return -1;
   if (kvs_py_direction(values[DIRECTION], &direction) < 0) return -1;
   call->job.direction = (enum kvs_direction)direction;
-  if (values[FIRST] != NULL && kvs_py_uint64(values[FIRST], "first", -1, &next) < 0) return -1;
+  if (values[FIRST] && kvs_py_uint64(values[FIRST], "first", -1, &next) < 0) return -1;
   call->next = (size_t)next;
-  int compute = values[AFTER_COMPUTE] == NULL ? 0 : PyObject_IsTrue(values[AFTER_COMPUTE]);
+  int compute = values[AFTER_COMPUTE] ? PyObject_IsTrue(values[AFTER_COMPUTE]) : 0;
   call->options.core.after_compute = compute == 1;
   return compute < 0 ? -1 : 0;
 }
@@ -172,11 +172,11 @@ static int read_job(struct kvs_py_state *state, PyObject *const *values, struct 
 /* The transfers as Python objects. A transfer whose object cannot be created goes on without a handle. */
 static PyObject *make_transfers(struct kvs_py_state *state, struct offload_args *call) {
   PyObject *tuple = PyTuple_New((Py_ssize_t)call->count);
-  for (size_t i = 0; i < call->count; ++i) {
-    PyObject *transfer = tuple == NULL ? NULL : kvs_py_transfer_new(state, call->transfers[i]);
-    if (tuple == NULL) kvs_transfer_unref(call->transfers[i]);
-    if (tuple != NULL && transfer == NULL) Py_CLEAR(tuple);
-    if (tuple != NULL) PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, transfer);
+  for (size_t i = 0; i < call->count; i++) {
+    PyObject *transfer = tuple ? kvs_py_transfer_new(state, call->transfers[i]) : NULL;
+    if (!tuple) kvs_transfer_unref(call->transfers[i]);
+    if (tuple && !transfer) Py_CLEAR(tuple);
+    if (tuple) PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, transfer);
   }
   return tuple;
 }
@@ -184,7 +184,7 @@ static PyObject *make_transfers(struct kvs_py_state *state, struct offload_args 
 static PyObject *submit(struct kvs_py_state *state, struct map_object *self, struct offload_args *call) {
   int rc;
   call->transfers = PyMem_Calloc(kvs_offload_most(call->map), sizeof(struct kvs_transfer *));
-  if (call->transfers == NULL) return PyErr_NoMemory();
+  if (!call->transfers) return PyErr_NoMemory();
   kvs_py_collect(self->engine);
   KVS_PY_NO_GIL(rc = kvs_offload_submit(call->map, &call->job, &call->options.core, &call->next, call->transfers,
                                         &call->count, &call->err));
@@ -193,7 +193,7 @@ static PyObject *submit(struct kvs_py_state *state, struct map_object *self, str
   PyObject *transfers = make_transfers(state, call);
   PyObject *error = rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_exception(state, &call->err);
   PyObject *result = NULL;
-  if (transfers != NULL && error != NULL) result = Py_BuildValue("(OnO)", transfers, (Py_ssize_t)call->next, error);
+  if (transfers && error) result = Py_BuildValue("(OnO)", transfers, (Py_ssize_t)call->next, error);
   Py_XDECREF(transfers);
   Py_XDECREF(error);
   return result;
@@ -213,7 +213,7 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
   if (kvs_py_options_check(&call.options) == 0 && read_job(state, values, &call) == 0 &&
       kvs_py_options_read(state, as_map(self)->engine, 0, &call.options) == 0)
     result = submit(state, as_map(self), &call);
-  for (int i = 0; i < 4; ++i) Py_XDECREF(call.keep[i]);
+  for (int i = 0; i < 4; i++) Py_XDECREF(call.keep[i]);
   PyMem_Free(call.transfers);
   kvs_py_options_clear(&call.options);
   return kvs_py_trace_end(range, result);
@@ -223,12 +223,12 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
 
 static PyObject *one_transfer(const struct kvs_offload_order *order) {
   PyObject *tensors = PyTuple_New((Py_ssize_t)order->nlayers);
-  for (size_t i = 0; tensors != NULL && i < order->nlayers; ++i) {
+  for (size_t i = 0; tensors && i < order->nlayers; i++) {
     PyObject *tensor = PyLong_FromUnsignedLong(order->tensors[i]);
-    if (tensor == NULL) Py_CLEAR(tensors);
-    if (tensor != NULL) PyTuple_SET_ITEM(tensors, (Py_ssize_t)i, tensor);
+    if (!tensor) Py_CLEAR(tensors);
+    if (tensor) PyTuple_SET_ITEM(tensors, (Py_ssize_t)i, tensor);
   }
-  if (tensors == NULL) return NULL;
+  if (!tensors) return NULL;
   return Py_BuildValue("(nNO)", (Py_ssize_t)order->group, tensors, order->every_block ? Py_True : Py_False);
 }
 
@@ -237,12 +237,12 @@ static PyObject *map_order(PyObject *self, void *unused) {
   struct kvs_offload_order order;
   (void)unused;
   PyObject *list = PyList_New(0);
-  for (size_t i = 0; list != NULL && kvs_offload_get_order(as_map(self)->map, i, &order, &end) == KVS_OK; ++i) {
+  for (size_t i = 0; list && kvs_offload_get_order(as_map(self)->map, i, &order, &end) == KVS_OK; i++) {
     PyObject *transfer = one_transfer(&order);
-    if (transfer == NULL || PyList_Append(list, transfer) < 0) Py_CLEAR(list);
+    if (!transfer || PyList_Append(list, transfer) < 0) Py_CLEAR(list);
     Py_XDECREF(transfer);
   }
-  PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+  PyObject *tuple = list ? PyList_AsTuple(list) : NULL;
   Py_XDECREF(list);
   return tuple;
 }

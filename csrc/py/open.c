@@ -1,12 +1,12 @@
 /* How a device is found: by object, by name, by pointer, by default; and what opening one, or a store, says once a
  * process. */
-#include "open.h"
-#include "../cuda/info.h"
-#include "args.h"
-#include "arrays.h"
-#include "device_facts.h"
-#include "errors.h"
-#include "objects.h"
+#include "py/open.h"
+#include "cuda/info.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/device_facts.h"
+#include "py/errors.h"
+#include "py/objects.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -16,24 +16,24 @@
 int kvs_py_hook_exit(struct kvs_py_state *state) {
   if (atomic_exchange(&state->exit_hooked, true)) return 0;
   PyObject *module = PyType_GetModule((PyTypeObject *)state->device_type);
-  PyObject *shutdown = module == NULL ? NULL : PyObject_GetAttrString(module, "_shutdown");
-  PyObject *exit = shutdown == NULL ? NULL : PyImport_ImportModule("atexit");
-  PyObject *done = exit == NULL ? NULL : PyObject_CallMethod(exit, "register", "Od", shutdown, 5.0);
+  PyObject *shutdown = module ? PyObject_GetAttrString(module, "_shutdown") : NULL;
+  PyObject *exit = shutdown ? PyImport_ImportModule("atexit") : NULL;
+  PyObject *done = exit ? PyObject_CallMethod(exit, "register", "Od", shutdown, 5.0) : NULL;
   Py_XDECREF(exit);
   Py_XDECREF(shutdown);
-  if (done == NULL) atomic_store(&state->exit_hooked, false);
+  if (!done) atomic_store(&state->exit_hooked, false);
   Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
+  return done ? 0 : -1;
 }
 
 int kvs_py_say(const char *level, const char *format, const char *text) {
   PyObject *logging = PyImport_ImportModule("logging");
-  PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
-  PyObject *done = logger == NULL ? NULL : PyObject_CallMethod(logger, level, "ss", format, text);
+  PyObject *logger = logging ? PyObject_CallMethod(logging, "getLogger", "s", "kvswap") : NULL;
+  PyObject *done = logger ? PyObject_CallMethod(logger, level, "ss", format, text) : NULL;
   Py_XDECREF(logging);
   Py_XDECREF(logger);
   Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
+  return done ? 0 : -1;
 }
 
 /* Log once that there is no GPU: work meant for a GPU is slow on the host device. A warning where there is a GPU, which
@@ -76,12 +76,12 @@ static int say_opened(struct kvs_py_state *state, const struct kvs_engine *engin
   bool cuda = strcmp(device->ops->kind, "cuda") == 0;
   if ((atomic_fetch_or(&state->opened[cuda], bit) & bit) != 0) return 0;
   PyObject *module = PyImport_ImportModule("kvswap._devices");
-  PyObject *info = module == NULL ? NULL : kvs_py_device_info_dict(&device->info);
-  PyObject *done = info == NULL ? NULL : PyObject_CallMethod(module, "say_opened", "sO", kvs_engine_name(engine), info);
+  PyObject *info = module ? kvs_py_device_info_dict(&device->info) : NULL;
+  PyObject *done = info ? PyObject_CallMethod(module, "say_opened", "sO", kvs_engine_name(engine), info) : NULL;
   Py_XDECREF(module);
   Py_XDECREF(info);
   Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
+  return done ? 0 : -1;
 }
 
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {
@@ -131,7 +131,7 @@ static struct kvs_engine *open_default(struct kvs_py_state *state) {
 
 static struct kvs_engine *open_named(struct kvs_py_state *state, PyObject *name) {
   const char *text = PyUnicode_AsUTF8(name);
-  if (text == NULL) return NULL;
+  if (!text) return NULL;
   if (strcmp(text, "cuda") == 0) return open_current(state);
   if (strcmp(text, "cpu") == 0 || strncmp(text, "cpu:", 4) == 0) { /* torch's name of the host */
     char host[24];
@@ -154,9 +154,9 @@ static struct kvs_engine *open_number(struct kvs_py_state *state, PyObject *devi
  * imported already. */
 static struct kvs_engine *open_current_of_torch(struct kvs_py_state *state) {
   PyObject *torch = PyImport_GetModule(state->s_torch);
-  PyObject *cuda = torch == NULL ? NULL : PyObject_GetAttrString(torch, "cuda");
-  PyObject *number = cuda == NULL ? NULL : PyObject_CallMethod(cuda, "current_device", NULL);
-  long ordinal = number == NULL ? -1 : PyLong_AsLong(number);
+  PyObject *cuda = torch ? PyObject_GetAttrString(torch, "cuda") : NULL;
+  PyObject *number = cuda ? PyObject_CallMethod(cuda, "current_device", NULL) : NULL;
+  long ordinal = number ? PyLong_AsLong(number) : -1;
   Py_XDECREF(torch);
   Py_XDECREF(cuda);
   Py_XDECREF(number);
@@ -177,8 +177,8 @@ static struct kvs_engine *not_a_device(PyObject *device) {
 /* torch.device: `type` is a str and `index` an int or None. */
 static struct kvs_engine *open_torch_device(struct kvs_py_state *state, PyObject *device) {
   PyObject *index = NULL, *type = PyObject_GetAttrString(device, "type");
-  if (type != NULL && PyUnicode_Check(type)) index = PyObject_GetAttrString(device, "index");
-  if (index == NULL) {
+  if (type && PyUnicode_Check(type)) index = PyObject_GetAttrString(device, "index");
+  if (!index) {
     Py_XDECREF(type);
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) return NULL;
     PyErr_Clear();
@@ -190,7 +190,7 @@ static struct kvs_engine *open_torch_device(struct kvs_py_state *state, PyObject
     engine = open_current_of_torch(state);
   else
     name = index == Py_None ? Py_NewRef(type) : PyUnicode_FromFormat("%U:%S", type, index);
-  if (name != NULL) engine = open_named(state, name);
+  if (name) engine = open_named(state, name);
   Py_XDECREF(name);
   Py_DECREF(index);
   Py_DECREF(type);
@@ -198,7 +198,7 @@ static struct kvs_engine *open_torch_device(struct kvs_py_state *state, PyObject
 }
 
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device) {
-  if (device == NULL || device == Py_None) return open_default(state);
+  if (!device || device == Py_None) return open_default(state);
   if (PyUnicode_Check(device)) return open_named(state, device);
   if (PyBool_Check(device)) return not_a_device(device);
   if (PyLong_Check(device) || kvs_py_is_scalar(device)) return open_number(state, device);
@@ -211,7 +211,7 @@ struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *devi
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count) {
   struct kvs_error err = {0};
   if (count == 0 || cuda_count(&err) <= 0) return open_default(state);
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; i++) {
     int ordinal = 0;
     int rc = kvs_cuda_pointer_device(ptrs[i], &ordinal, &err);
     if (rc == KVS_OK) return open_cuda(state, ordinal);

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_OPEN_H
 #define KVS_PY_OPEN_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 int kvs_py_hook_exit(struct kvs_py_state *state); /* drain at exit: call it before opening what outlives the call */
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* as device= takes it */

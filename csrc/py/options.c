@@ -1,13 +1,13 @@
 /* The options common to all submitting functions, the submission itself, and the hook round
  * the calls that submit. */
-#include "options.h"
-#include "../base/wait.h"
-#include "args.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "races.h"
-#include "wait.h"
+#include "py/options.h"
+#include "base/wait.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/races.h"
+#include "py/wait.h"
 
 #include <math.h>
 #include <strings.h>
@@ -27,8 +27,8 @@ void kvs_py_release_owner(void *owner) {
 /* "D2H", in any case. */
 static bool is_word(PyObject *value, const char *word) {
   const char *text = PyUnicode_Check(value) ? PyUnicode_AsUTF8(value) : NULL;
-  if (text == NULL) PyErr_Clear();
-  return text != NULL && strcasecmp(text, word) == 0;
+  if (!text) PyErr_Clear();
+  return text && strcasecmp(text, word) == 0;
 }
 
 const char *const kvs_py_direction_names[3] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
@@ -52,13 +52,13 @@ int kvs_py_direction(PyObject *value, int64_t *direction) {
 int kvs_py_path(PyObject *value, const char *name, bool with_auto) {
   const char *names[KVS_PATHS];
   const int first = with_auto ? 0 : 1;
-  for (int path = first; path < KVS_PATHS; ++path) names[path - first] = kvs_path_name((enum kvs_path)path);
+  for (int path = first; path < KVS_PATHS; path++) names[path - first] = kvs_path_name((enum kvs_path)path);
   int choice = kvs_py_choice(value, name, names, KVS_PATHS - first);
   return choice < 0 ? -1 : choice + first;
 }
 
 static int read_choices(PyObject *const *common, struct kvs_options *core) {
-  if (common[PATH] != NULL) {
+  if (common[PATH]) {
     int path = kvs_py_path(common[PATH], "path", true);
     if (path < 0) return -1;
     core->path = (enum kvs_path)path;
@@ -95,7 +95,7 @@ static int read_limits(PyObject *const *common, struct kvs_options *core) {
 
 int kvs_py_options_check(struct kvs_py_options *options) {
   if (read_choices(options->common, &options->core) < 0 || read_limits(options->common, &options->core) < 0) return -1;
-  if (options->layered == NULL || options->layered[LAYER_EVENTS] == NULL) return 0;
+  if (!options->layered || !options->layered[LAYER_EVENTS]) return 0;
   int events = PyObject_IsTrue(options->layered[LAYER_EVENTS]);
   options->core.layer_events = events == 1;
   return events < 0 ? -1 : 0;
@@ -103,7 +103,7 @@ int kvs_py_options_check(struct kvs_py_options *options) {
 
 static int read_layers(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                        struct kvs_py_options *options) {
-  PyObject *value = options->layered == NULL ? NULL : options->layered[AFTER_LAYERS];
+  PyObject *value = options->layered ? options->layered[AFTER_LAYERS] : NULL;
   if (!kvs_py_given(value)) return 0;
   if (kvs_py_after_layers(state, value, engine, layers, &options->after_layers) < 0) return -1;
   options->core.after_layers = options->after_layers.items;
@@ -124,7 +124,7 @@ int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, s
   core->nafter = options->after.count;
   if (read_layers(state, engine, layers, options) < 0) return -1;
   core->owner = options->hold;
-  core->release = options->hold != NULL ? kvs_py_release_owner : NULL;
+  core->release = options->hold ? kvs_py_release_owner : NULL;
   core->where = kvs_py_where(state, options->where, sizeof options->where);
   return 0;
 }
@@ -192,8 +192,8 @@ static void set_aside(PyObject *hook) {
 PyObject *kvs_py_trace_begin(struct kvs_py_state *state, const char *what) {
   if (!atomic_load_explicit(&state->traced, memory_order_relaxed)) return NULL;
   PyObject *name = PyUnicode_FromString(key);
-  PyObject *hook = name == NULL ? NULL : PyObject_GetItem(state->hooks, name);
-  PyObject *end = hook == NULL || hook == Py_None ? NULL : PyObject_CallFunction(hook, "s", what);
+  PyObject *hook = name ? PyObject_GetItem(state->hooks, name) : NULL;
+  PyObject *end = !hook || hook == Py_None ? NULL : PyObject_CallFunction(hook, "s", what);
   if (PyErr_Occurred()) set_aside(hook);
   Py_XDECREF(name);
   Py_XDECREF(hook);
@@ -203,11 +203,10 @@ PyObject *kvs_py_trace_begin(struct kvs_py_state *state, const char *what) {
 
 PyObject *kvs_py_trace_end(PyObject *end, PyObject *result) {
   PyObject *type, *value, *traceback;
-  if (end == NULL) return result;
+  if (!end) return result;
   PyErr_Fetch(&type, &value, &traceback);
-  PyObject *done =
-      PyObject_CallFunctionObjArgs(end, result == NULL ? Py_None : result, type == NULL ? Py_None : type, NULL);
-  if (done == NULL) set_aside(end);
+  PyObject *done = PyObject_CallFunctionObjArgs(end, result ? result : Py_None, type ? type : Py_None, NULL);
+  if (!done) set_aside(end);
   Py_XDECREF(done);
   Py_DECREF(end);
   PyErr_Restore(type, value, traceback);

@@ -3,8 +3,8 @@
 #ifndef KVS_PY_OPTIONS_H
 #define KVS_PY_OPTIONS_H
 
-#include "../paths/names.h"
-#include "handle.h"
+#include "paths/names.h"
+#include "py/handle.h"
 
 #define KVS_PY_COMMON_NAMES "stream", "after", "path", "priority", "max_ctas", "pace_gbps"
 #define KVS_PY_LAYER_NAMES "layer_events", "after_layers"

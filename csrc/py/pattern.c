@@ -1,13 +1,13 @@
 /* The test pattern: kvswap._C._pattern and the job it returns. Underscored: for kvswap.testing and kvswap.replay. */
-#include "../engine/pattern.h"
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "engine/pattern.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 struct pattern_object {
   PyObject_HEAD
@@ -19,7 +19,7 @@ struct pattern_object {
 static PyObject *new_pattern(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job) {
   PyTypeObject *type = (PyTypeObject *)state->pattern_type;
   struct pattern_object *self = (struct pattern_object *)type->tp_alloc(type, 0);
-  if (self == NULL) {
+  if (!self) {
     kvs_pattern_free(job);
     return NULL;
   }
@@ -74,7 +74,7 @@ static PyObject *pattern_result(PyObject *object, PyObject *const *args, Py_ssiz
 static int read_items(struct kvs_py_state *state, PyObject *const *objects, struct kvs_py_list *lists,
                       struct kvs_pattern_item **items) {
   static const char *const names[3] = {"ptrs", "nbytes", "keys"};
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 3; i++) {
     int is = kvs_py_words(state, objects[i], names[i], &lists[i]);
     if (is < 0) return -1;
     if (is == 0) return kvs_py_complain(PyExc_TypeError, names[i], -1, "must be an int64 or uint64 array");
@@ -85,11 +85,11 @@ static int read_items(struct kvs_py_state *state, PyObject *const *objects, stru
   }
   size_t count = lists[0].count;
   *items = PyMem_Calloc(count == 0 ? 1 : count, sizeof **items);
-  if (*items == NULL) {
+  if (!*items) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < count; ++i)
+  for (size_t i = 0; i < count; i++)
     (*items)[i] = (struct kvs_pattern_item){lists[0].data[i], lists[1].data[i], lists[2].data[i]};
   return 0;
 }
@@ -107,10 +107,10 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
   uint64_t stream;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   int check = PyObject_IsTrue(values[1]);
-  const int kind = values[6] == NULL ? 0 : kvs_py_choice(values[6], "kind", kinds, 3);
+  const int kind = values[6] ? kvs_py_choice(values[6], "kind", kinds, 3) : 0;
   if (check < 0 || kind < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   if (kvs_py_stream_handle(state, values[5], "stream", engine, &stream) == 0 &&
       read_items(state, values + 2, lists, &items) == 0) {
     int rc;
@@ -119,7 +119,7 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
     result = rc == KVS_OK ? new_pattern(state, engine, job) : kvs_py_raise(state, &err);
   }
   PyMem_Free(items);
-  for (int i = 0; i < 3; ++i) Py_XDECREF(lists[i].keep);
+  for (int i = 0; i < 3; i++) Py_XDECREF(lists[i].keep);
   kvs_engine_unref(engine);
   return result;
 }

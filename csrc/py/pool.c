@@ -1,15 +1,15 @@
 /* kvswap.Pool: blocks in memory, with a hazard table of their slots. A Pool holds its tensor and the pool of its group.
  * Transfers between pools hold the pools. */
-#include "pool.h"
-#include "../base/wait.h"
-#include "address.h"
-#include "args.h"
-#include "codec.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "py/pool.h"
+#include "base/wait.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/codec.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 #include <string.h>
 #include <structmember.h>
@@ -26,9 +26,9 @@ static int read_numbers(PyObject *const *values, struct kvs_pool_layout *layout)
   if (kvs_py_uint64(values[NUM_BLOCKS], "num_blocks", -1, &layout->num_blocks) < 0) return -1;
   if (kvs_py_uint64(values[BLOCK_NBYTES], "block_nbytes", -1, &layout->block_nbytes) < 0) return -1;
   if (kvs_py_given(values[STRIDE]) && kvs_py_uint64(values[STRIDE], "stride", -1, &layout->stride) < 0) return -1;
-  if (values[PITCH] != NULL && kvs_py_uint64(values[PITCH], "pitch", -1, &layout->pitch) < 0) return -1;
+  if (values[PITCH] && kvs_py_uint64(values[PITCH], "pitch", -1, &layout->pitch) < 0) return -1;
   layout->rows = 1;
-  if (values[ROWS] != NULL && kvs_py_uint64(values[ROWS], "rows", -1, &layout->rows) < 0) return -1;
+  if (values[ROWS] && kvs_py_uint64(values[ROWS], "rows", -1, &layout->rows) < 0) return -1;
   if (layout->rows == 0) return kvs_py_complain(PyExc_ValueError, "rows", -1, "is 0: a block has at least one row");
   return 0;
 }
@@ -39,7 +39,7 @@ static int read_name(PyObject *value, struct kvs_pool_layout *layout) {
   if (!PyUnicode_Check(value))
     return kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str or None, not %s", Py_TYPE(value)->tp_name);
   layout->name = PyUnicode_AsUTF8AndSize(value, &length);
-  if (layout->name == NULL) return -1;
+  if (!layout->name) return -1;
   if (length < 1 || length > 31 || strlen(layout->name) != (size_t)length)
     return kvs_py_complain(PyExc_ValueError, "name", -1, "is %R: must be 1 to 31 bytes of UTF-8, none of them 0",
                            value);
@@ -57,7 +57,7 @@ static int read_group(struct kvs_py_state *state, PyObject *value, struct kvs_po
 static int read_coding(PyObject *value, struct kvs_pool_layout *layout) {
   if (!kvs_py_given(value)) return 0;
   layout->coding = kvs_py_coding_from(value, "coding", -1);
-  return layout->coding == NULL ? -1 : 0;
+  return layout->coding ? 0 : -1;
 }
 
 /* Bytes from the first byte of the first block to the last byte of the last block; UINT64_MAX on overflow. */
@@ -89,15 +89,15 @@ static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
 /* Pool(device, tensor): Python code reads the counts and the stride from the shape. Returns a tuple that owns the
  * values. */
 static PyObject *read_counts(PyObject **values) {
-  for (int i = NUM_BLOCKS; i <= PITCH; ++i)
+  for (int i = NUM_BLOCKS; i <= PITCH; i++)
     if (kvs_py_given(values[i]))
       return kvs_py_complain(PyExc_TypeError, i == BLOCK_NBYTES ? "num_blocks" : "block_nbytes", -1,
                              "is missing: give both counts, or only a tensor, from which both are read"),
              NULL;
   PyObject *module = PyImport_ImportModule("kvswap._copy");
-  PyObject *counts = module == NULL ? NULL : PyObject_CallMethod(module, "pool_blocks", "O", values[PTR]);
+  PyObject *counts = module ? PyObject_CallMethod(module, "pool_blocks", "O", values[PTR]) : NULL;
   Py_XDECREF(module);
-  if (counts != NULL &&
+  if (counts &&
       !PyArg_ParseTuple(counts, "OOOO", &values[PTR], &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE]))
     Py_CLEAR(counts);
   return counts;
@@ -112,8 +112,8 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   if (read_numbers(values, layout) < 0 || read_name(values[NAME], layout) < 0) return -1;
   if (read_coding(values[CODING], layout) < 0) return -1;
   if (read_group(state, values[GROUP], layout) < 0 || check_cover(layout, address.nbytes) < 0) return -1;
-  if (layout->coding != NULL) self->coding = Py_NewRef(values[CODING]);
-  if (layout->group != NULL) self->group = Py_NewRef(values[GROUP]);
+  if (layout->coding) self->coding = Py_NewRef(values[CODING]);
+  if (layout->group) self->group = Py_NewRef(values[GROUP]);
   return 0;
 }
 
@@ -134,7 +134,7 @@ static int await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) 
 /* Hidden from gc.get_objects(), by which another thread could use it half made, until open_pool() tracks it. */
 static struct kvs_py_pool *alloc_pool(PyTypeObject *type) {
   PyObject *self = type->tp_alloc(type, 0);
-  if (self != NULL) PyObject_GC_UnTrack(self);
+  if (self) PyObject_GC_UnTrack(self);
   return (struct kvs_py_pool *)self;
 }
 
@@ -159,7 +159,7 @@ static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, stru
                      const struct kvs_pool_layout *layout) {
   static const char freed[] = "another thread's free of this memory";
   struct opening opening = {.engine = engine, .layout = layout, .opened = &self->pool};
-  if (engine == NULL) return -1;
+  if (!engine) return -1;
   int waited = kvs_py_wait(state, open_slice, &opening, KVS_POOL_PATIENCE_NS, freed);
   if (waited == 0 && opening.rc == KVS_INVALID && (waited = await_dropped(state, engine)) == 0)
     waited = kvs_py_wait(state, open_slice, &opening, KVS_POOL_PATIENCE_NS, freed);
@@ -185,9 +185,9 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return NULL;
   bool counted = kvs_py_given(values[NUM_BLOCKS]) && kvs_py_given(values[BLOCK_NBYTES]);
   PyObject *counts = counted ? NULL : read_counts(values);
-  struct kvs_py_pool *self = counted || counts != NULL ? alloc_pool(type) : NULL;
-  if (self != NULL && (read_layout(state, values, self, &layout) < 0 ||
-                       open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) < 0))
+  struct kvs_py_pool *self = counted || counts ? alloc_pool(type) : NULL;
+  if (self && (read_layout(state, values, self, &layout) < 0 ||
+               open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) < 0))
     Py_CLEAR(self);
   Py_XDECREF(counts);
   return (PyObject *)self;
@@ -196,15 +196,15 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *coding, PyObject *hold) {
   PyTypeObject *type = (PyTypeObject *)state->pool_type;
-  struct kvs_py_pool *self = hold == NULL ? NULL : alloc_pool(type);
-  if (self == NULL) {
+  struct kvs_py_pool *self = hold ? alloc_pool(type) : NULL;
+  if (!self) {
     Py_XDECREF(hold);
     kvs_engine_unref(engine);
     return NULL;
   }
   self->hold = hold;
   bool read = read_name(name, layout) == 0 && read_coding(coding, layout) == 0;
-  if (layout->coding != NULL) self->coding = Py_NewRef(coding);
+  if (layout->coding) self->coding = Py_NewRef(coding);
   if (!read)
     kvs_engine_unref(engine);
   else if (open_pool(state, engine, self, layout) == 0)
@@ -234,9 +234,9 @@ static void pool_dealloc(PyObject *self) {
   struct kvs_pool *pool = kvs_py_pool_core(self);
   PyObject *hold = as_pool(self)->hold, *group = as_pool(self)->group, *coding = as_pool(self)->coding;
   PyObject_GC_UnTrack(self);
-  if (as_pool(self)->weakrefs != NULL) PyObject_ClearWeakRefs(self);
+  if (as_pool(self)->weakrefs) PyObject_ClearWeakRefs(self);
   kvs_py_object_free(self);
-  if (pool != NULL) {
+  if (pool) {
     KVS_PY_NO_GIL(kvs_pool_unref(pool)); /* a submission may hold the lock of the pools */
   }
   Py_XDECREF(coding);
@@ -273,13 +273,13 @@ static PyObject *pool_number(PyObject *self, void *field) {
 static PyObject *pool_group(PyObject *self, void *unused) {
   (void)unused;
   PyObject *group = as_pool(self)->group;
-  return Py_NewRef(group != NULL ? group : Py_None);
+  return Py_NewRef(group ? group : Py_None);
 }
 
 static PyObject *pool_coding(PyObject *self, void *unused) {
   (void)unused;
   PyObject *coding = as_pool(self)->coding;
-  return Py_NewRef(coding != NULL ? coding : Py_None);
+  return Py_NewRef(coding ? coding : Py_None);
 }
 
 static PyObject *pool_name(PyObject *self, void *unused) {

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_POOL_H
 #define KVS_PY_POOL_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 /* A Pool over memory that `hold` owns. Steals engine and hold, also on failure. name: a str, coding: a Coding; or None
  * or NULL. */

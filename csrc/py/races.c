@@ -1,9 +1,9 @@
 /* The race checker in Python: the calling line, a hook for found races, and the private functions behind
  * kvswap.testing. */
-#include "races.h"
-#include "args.h"
-#include "module.h"
-#include "objects.h"
+#include "py/races.h"
+#include "py/args.h"
+#include "py/module.h"
+#include "py/objects.h"
 
 #include <frameobject.h>
 #include <stdio.h>
@@ -14,8 +14,8 @@
 /* "/.../kvswap/": frames of this folder are skipped. A new reference to a str. */
 static PyObject *package_folder(struct kvs_py_state *state) {
   PyObject *module = PyType_GetModule((PyTypeObject *)state->pool_type);
-  PyObject *file = module == NULL ? NULL : PyModule_GetFilenameObject(module);
-  if (file == NULL) return NULL;
+  PyObject *file = module ? PyModule_GetFilenameObject(module) : NULL;
+  if (!file) return NULL;
   Py_ssize_t length = PyUnicode_GET_LENGTH(file);
   Py_ssize_t slash = PyUnicode_FindChar(file, '/', 0, length, -1);
   PyObject *folder = slash < 0 ? NULL : PyUnicode_Substring(file, 0, slash + 1);
@@ -25,30 +25,30 @@ static PyObject *package_folder(struct kvs_py_state *state) {
 
 static int is_ours(PyCodeObject *code, PyObject *folder) {
   PyObject *file = PyObject_GetAttrString((PyObject *)code, "co_filename");
-  Py_ssize_t ours = file == NULL ? -1 : PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1);
+  Py_ssize_t ours = file ? PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) : -1;
   Py_XDECREF(file);
   return (int)ours;
 }
 
 static int describe(PyFrameObject *frame, PyCodeObject *code, char *text, size_t capacity) {
   PyObject *file = PyObject_GetAttrString((PyObject *)code, "co_filename");
-  PyObject *name = file == NULL ? NULL : PyObject_GetAttrString((PyObject *)code, "co_name");
-  const char *path = name == NULL ? NULL : PyUnicode_AsUTF8(file);
-  const char *function = path == NULL ? NULL : PyUnicode_AsUTF8(name);
-  if (function != NULL) {
+  PyObject *name = file ? PyObject_GetAttrString((PyObject *)code, "co_name") : NULL;
+  const char *path = name ? PyUnicode_AsUTF8(file) : NULL;
+  const char *function = path ? PyUnicode_AsUTF8(name) : NULL;
+  if (function) {
     const char *slash = strrchr(path, '/');
-    snprintf(text, capacity, "%s:%d in %s", slash == NULL ? path : slash + 1, PyFrame_GetLineNumber(frame), function);
+    snprintf(text, capacity, "%s:%d in %s", slash ? slash + 1 : path, PyFrame_GetLineNumber(frame), function);
   }
   Py_XDECREF(name);
   Py_XDECREF(file);
-  return function == NULL ? -1 : 0;
+  return function ? 0 : -1;
 }
 
 /* The innermost frame outside the package. */
 static int find_caller(PyObject *folder, char *text, size_t capacity) {
   PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
   int rc = 1;
-  while (frame != NULL && rc == 1) {
+  while (frame && rc == 1) {
     PyCodeObject *code = PyFrame_GetCode(frame);
     rc = is_ours(code, folder);
     if (rc == 0) rc = describe(frame, code, text, capacity);
@@ -65,7 +65,7 @@ const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity
   if (!kvs_racecheck_active()) return NULL;
   text[0] = '\0';
   PyObject *folder = package_folder(state);
-  int rc = folder == NULL ? -1 : find_caller(folder, text, capacity);
+  int rc = folder ? find_caller(folder, text, capacity) : -1;
   Py_XDECREF(folder);
   if (rc < 0) PyErr_Clear(); /* report without the line */
   return text;
@@ -81,10 +81,10 @@ void kvs_py_tell_races(struct kvs_py_state *state) {
   if (atomic_exchange(&state->races_told, found) == found) return;
   PyErr_Fetch(&type, &value, &traceback);
   PyObject *hook = PyObject_GetItem(state->hooks, state->s_race);
-  PyObject *done = hook == NULL || hook == Py_None ? NULL : PyObject_CallNoArgs(hook);
-  if (hook == NULL)
+  PyObject *done = !hook || hook == Py_None ? NULL : PyObject_CallNoArgs(hook);
+  if (!hook)
     PyErr_Clear(); /* none was ever set */
-  else if (done == NULL && hook != Py_None)
+  else if (!done && hook != Py_None)
     PyErr_WriteUnraisable(hook); /* the submission has succeeded: do not raise from it */
   Py_XDECREF(done);
   Py_XDECREF(hook);
@@ -97,7 +97,7 @@ static PyObject *set_race_hook(PyObject *module, PyObject *hook) {
     return kvs_py_complain(PyExc_TypeError, "hook", -1, "must be callable or None, not %s", Py_TYPE(hook)->tp_name),
            NULL;
   PyObject *before = PyObject_GetItem(state->hooks, state->s_race);
-  if (before == NULL) {
+  if (!before) {
     if (!PyErr_ExceptionMatches(PyExc_KeyError)) return NULL;
     PyErr_Clear();
     before = Py_NewRef(Py_None);
@@ -121,7 +121,7 @@ static PyObject *accessor_of(const struct kvs_race_accessor *accessor) {
 static int append_race(PyObject *list, const struct kvs_race *race) {
   PyObject *made = Py_BuildValue("(NKNN)", text_of(race->pool), (unsigned long long)race->slot,
                                  accessor_of(&race->first), accessor_of(&race->second));
-  int rc = made == NULL ? -1 : PyList_Append(list, made);
+  int rc = made ? PyList_Append(list, made) : -1;
   Py_XDECREF(made);
   return rc;
 }
@@ -132,11 +132,11 @@ static PyObject *racecheck_take(PyObject *module, PyObject *unused) {
   PyObject *list = PyList_New(0);
   struct kvs_race *races = PyMem_Calloc(AT_ONCE, sizeof *races);
   size_t taken = AT_ONCE;
-  if (races == NULL) PyErr_NoMemory();
-  if (races == NULL) Py_CLEAR(list);
-  while (list != NULL && taken == AT_ONCE) {
+  if (!races) PyErr_NoMemory();
+  if (!races) Py_CLEAR(list);
+  while (list && taken == AT_ONCE) {
     taken = kvs_racecheck_take(races, AT_ONCE);
-    for (size_t i = 0; list != NULL && i < taken; ++i)
+    for (size_t i = 0; list && i < taken; i++)
       if (append_race(list, &races[i]) < 0) Py_CLEAR(list);
   }
   PyMem_Free(races);

@@ -2,7 +2,7 @@
 #ifndef KVS_PY_RACES_H
 #define KVS_PY_RACES_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 void kvs_py_tell_races(struct kvs_py_state *state); /* call the hook for new races; keeps the current exception */
 /* The calling Python line for race reports: "engine.py:12 in step"; NULL while no checker runs. */

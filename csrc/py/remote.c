@@ -1,11 +1,11 @@
 /* kvswap._C._remote_...: sealed blocks, many at once, for kvswap.remote. The lists are the package's own: no
  * other thread changes them, and each address is of memory that the caller keeps. */
-#include "../remote/exit.h"
-#include "../remote/header.h"
-#include "address.h"
-#include "args.h"
-#include "module.h"
-#include "objects.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "remote/exit.h"
+#include "remote/header.h"
 
 #include <string.h>
 
@@ -42,12 +42,12 @@ static void run_one(const struct remote_call *call, size_t i) {
   struct kvs_remote_label label = {
       .identity = call->identity.buf,
       .key = (const uint8_t *)call->keys.buf + i * KVS_REMOTE_HASH_NBYTES,
-      .secret = call->secret.obj != NULL ? call->secret.buf : NULL,
+      .secret = call->secret.obj ? call->secret.buf : NULL,
       .nbytes = call->nbytes,
   };
   void *slot = (void *)(uintptr_t)call->slots.data[i];
-  void *block = call->blocks.keep != NULL ? (void *)(uintptr_t)call->blocks.data[i] : NULL;
-  if (call->verdicts == NULL) {
+  void *block = call->blocks.keep ? (void *)(uintptr_t)call->blocks.data[i] : NULL;
+  if (!call->verdicts) {
     kvs_remote_seal(slot, block, &label);
     return;
   }
@@ -56,7 +56,7 @@ static void run_one(const struct remote_call *call, size_t i) {
 
 static void run(const struct remote_call *call) {
   Py_BEGIN_ALLOW_THREADS
-  for (size_t i = 0; i < call->slots.count; ++i) run_one(call, i);
+  for (size_t i = 0; i < call->slots.count; i++) run_one(call, i);
   Py_END_ALLOW_THREADS
 }
 
@@ -92,10 +92,10 @@ static PyObject *remote_check(PyObject *module, PyObject *const *args, Py_ssize_
   PyObject *values[ARGUMENTS], *verdicts = NULL;
   uint64_t how = KVS_REMOTE_COPY;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (values[HOW] != NULL && kvs_py_uint64(values[HOW], "how", -1, &how) < 0) return NULL;
+  if (values[HOW] && kvs_py_uint64(values[HOW], "how", -1, &how) < 0) return NULL;
   if (read_all(PyModule_GetState(module), values, false, &call) == 0)
     verdicts = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)call.slots.count);
-  if (verdicts != NULL) {
+  if (verdicts) {
     call.verdicts = (uint8_t *)PyBytes_AS_STRING(verdicts);
     call.how = (enum kvs_remote_how)how;
     run(&call);
@@ -128,7 +128,7 @@ static int rows(struct wanted *wanted, PyObject *tensor, PyObject *object, uint6
   if (kvs_py_ids(wanted->state, object, "ids", &ids, &keep) < 0) return -1;
   uint64_t most = (address.nbytes == UINT64_MAX ? (uint64_t)INT64_MAX : address.nbytes) / wanted->nbytes;
   int rc = kvs_py_same_length("ids", ids.count, "keys", wanted->count);
-  for (size_t i = 0; rc == 0 && i < ids.count; ++i) {
+  for (size_t i = 0; rc == 0 && i < ids.count; i++) {
     int64_t id = ids.width == 4 ? ((const volatile int32_t *)ids.data)[i] : ((const volatile int64_t *)ids.data)[i];
     if (id < 0 || (uint64_t)id >= most)
       rc = kvs_py_complain(PyExc_IndexError, "ids", (Py_ssize_t)i, "is %lld; blocks has %llu blocks of %llu bytes",
@@ -143,9 +143,9 @@ static int pointers(struct wanted *wanted, PyObject *object, uint64_t *to) {
   struct kvs_py_list list = {.keep = NULL};
   int rc = kvs_py_pointers(wanted->state, object, "blocks", wanted->write, &wanted->hold, &list);
   if (rc == 0) rc = kvs_py_same_length("blocks", list.count, "keys", wanted->count);
-  for (size_t i = 0; rc == 0 && i < list.count; ++i) {
+  for (size_t i = 0; rc == 0 && i < list.count; i++) {
     to[i] = list.data[i];
-    if (list.limits != NULL && list.limits[i] < wanted->nbytes)
+    if (list.limits && list.limits[i] < wanted->nbytes)
       rc = kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; a block of the store has %llu",
                            (unsigned long long)list.limits[i], (unsigned long long)wanted->nbytes);
   }
@@ -165,9 +165,9 @@ static PyObject *remote_addresses(PyObject *module, PyObject *const *args, Py_ss
   if (wanted.nbytes == 0) return kvs_py_complain(PyExc_ValueError, "nbytes", -1, "must not be 0"), NULL;
   wanted.write = values[4] == Py_True;
   PyObject *array = kvs_py_uint64_array(wanted.count, &to);
-  if (array == NULL) return NULL;
+  if (!array) return NULL;
   int rc = values[1] != Py_None ? rows(&wanted, values[0], values[1], to) : pointers(&wanted, values[0], to);
-  PyObject *hold = wanted.hold != NULL ? wanted.hold : Py_NewRef(Py_None);
+  PyObject *hold = wanted.hold ? wanted.hold : Py_NewRef(Py_None);
   if (rc == 0) return Py_BuildValue("(NN)", array, hold);
   Py_DECREF(array);
   Py_DECREF(hold);

@@ -1,12 +1,12 @@
 /* kvswap._C._seam: members of csrc/device/device.h by name, a table row for each: those that the package itself calls.
  * The others are rows of tests/bindings/testing.c. All take numbers, except copy_batch and copy_direct, which take
  * three lists first. */
-#include "seam.h"
-#include "args.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
+#include "py/seam.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
 
 #include <string.h>
 
@@ -35,7 +35,7 @@ static const struct kvs_seam_row own[] = {MEMBERS(KVS_SEAM_ROW)};
 
 static const struct kvs_seam_row *find_row(PyObject *operation, const struct kvs_seam_row *more, size_t nmore) {
   const size_t nown = sizeof own / sizeof *own;
-  for (size_t i = 0; PyUnicode_Check(operation) && i < nown + nmore; ++i) {
+  for (size_t i = 0; PyUnicode_Check(operation) && i < nown + nmore; i++) {
     const struct kvs_seam_row *row = i < nown ? &own[i] : &more[i - nown];
     if (PyUnicode_CompareWithASCIIString(operation, row->name) == 0) return row;
   }
@@ -46,7 +46,7 @@ static const struct kvs_seam_row *find_row(PyObject *operation, const struct kvs
 static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct kvs_seam_call *c, PyObject **block) {
   static const char *const names[3] = {"dsts", "srcs", "sizes"};
   uint64_t *words;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 3; i++) {
     int rc = kvs_py_pointers(state, args[i], names[i], false, NULL, &c->lists[i]);
     if (rc < 0) return -1;
     if (c->lists[i].count != c->lists[0].count)
@@ -54,9 +54,9 @@ static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct
   }
   size_t count = c->lists[0].count;
   *block = kvs_py_uint64_array(count, &words); /* twice the size that the indices need */
-  if (*block == NULL) return -1;
+  if (!*block) return -1;
   uint32_t *indices = (uint32_t *)(void *)words;
-  for (size_t i = 0; i < count; ++i) indices[i] = (uint32_t)i;
+  for (size_t i = 0; i < count; i++) indices[i] = (uint32_t)i;
   /* the seam's pointers are not const, but it does not write through them */
   c->copies = (struct kvs_copies){.dst = (uint64_t *)(uintptr_t)c->lists[0].data,
                                   .src = (uint64_t *)(uintptr_t)c->lists[1].data,
@@ -73,7 +73,7 @@ static int read_numbers(PyObject *const *args, Py_ssize_t nargs, const struct kv
     PyErr_Format(PyExc_TypeError, "%s takes %d numbers (%zd given)", row->name, row->needed, nargs);
     return -1;
   }
-  for (Py_ssize_t i = 0; i < nargs; ++i) {
+  for (Py_ssize_t i = 0; i < nargs; i++) {
     int64_t number;
     if (PyBool_Check(args[i])) {
       c->a[i] = args[i] == Py_True;
@@ -128,19 +128,19 @@ PyObject *kvs_py_seam(struct kvs_py_state *state, PyObject *const *args, Py_ssiz
     return NULL;
   }
   const struct kvs_seam_row *row = find_row(args[1], more, nmore);
-  if (row == NULL) return NULL;
+  if (!row) return NULL;
   int lists = row->copies ? 3 : 0;
   if (nargs < 2 + lists) {
     PyErr_Format(PyExc_TypeError, "%s takes three lists and a stream", row->name);
     return NULL;
   }
   struct kvs_engine *engine = kvs_py_engine_from(state, args[0]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   c.device = kvs_engine_device(engine);
   if ((lists == 0 || read_copies(state, args + 2, &c, &block) == 0) &&
       read_numbers(args + 2 + lists, nargs - 2 - lists, row, &c) == 0)
     result = make_call(state, row, &c);
-  for (int i = 0; i < 3; ++i) Py_XDECREF(c.lists[i].keep);
+  for (int i = 0; i < 3; i++) Py_XDECREF(c.lists[i].keep);
   Py_XDECREF(block);
   kvs_engine_unref(engine);
   return result;

@@ -2,8 +2,8 @@
 #ifndef KVS_PY_SEAM_H
 #define KVS_PY_SEAM_H
 
-#include "../device/share.h"
-#include "address.h"
+#include "device/share.h"
+#include "py/address.h"
 
 enum { KVS_SEAM_ARGS = 10 };
 enum kvs_seam_answer { KVS_SEAM_NOTHING, KVS_SEAM_NUMBER, KVS_SEAM_READY, KVS_SEAM_STREAM_INFO, KVS_SEAM_REGION };

@@ -1,12 +1,12 @@
 /* kvswap.memory.SharedPool: blocks of host memory that several processes of one user map. */
-#include "../base/wait.h"
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "host_pool_base.h"
-#include "module.h"
-#include "objects.h"
-#include "wait.h"
+#include "base/wait.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/host_pool_base.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/wait.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -23,10 +23,10 @@ static int read_shared(PyObject *const *values, struct kvs_shared_options *share
   if (!PyUnicode_Check(values[NAME]))
     return kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str, not %s", Py_TYPE(values[NAME])->tp_name);
   shared->name = PyUnicode_AsUTF8AndSize(values[NAME], &length);
-  if (shared->name == NULL) return -1;
+  if (!shared->name) return -1;
   if (strlen(shared->name) != (size_t)length)
     return kvs_py_complain(PyExc_ValueError, "name", -1, "is %R: it has a zero in it", values[NAME]);
-  if (create != NULL && create != Py_None && !PyBool_Check(create))
+  if (create && create != Py_None && !PyBool_Check(create))
     return kvs_py_complain(PyExc_TypeError, "create", -1, "must be a bool or None, not %s", Py_TYPE(create)->tp_name);
   shared->mode = create == Py_None ? KVS_SHARED_EITHER : create == Py_False ? KVS_SHARED_JOIN : KVS_SHARED_CREATE;
   if (!kvs_py_given(values[GENERATION])) return 0;
@@ -53,7 +53,7 @@ static PyObject *shared_pool_create(PyTypeObject *type, PyObject *args, PyObject
   if (kvs_py_host_options(values[NUM_BLOCKS], values[BLOCK_NBYTES], common, &options) < 0) return NULL;
   if (read_shared(values, &shared) < 0) return NULL;
   struct kvs_py_host_pool *self = kvs_py_host_pool_new(type, common, &engine);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_shared_open(engine, &options, &shared, &self->pool, &err);
   kvs_engine_unref(engine);
@@ -87,7 +87,7 @@ static PyObject *ask(PyObject *self, PyObject *blocks, ask_function function) {
   if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
   PyObject *array = kvs_py_bool_array(ids.count, &answers);
   int rc = KVS_OK;
-  if (array != NULL) {
+  if (array) {
     KVS_PY_NO_GIL(rc = function(core_of(self), &ids, answers, &err));
   }
   Py_XDECREF(keep);
@@ -124,9 +124,9 @@ static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssi
   if (kvs_py_timeout(values[1], "timeout", &timeout_ns) < 0) return NULL;
   if (kvs_py_ids(kvs_py_state_of(self), values[0], "blocks", &ids, &keep) < 0) return NULL;
   void *copy = malloc(ids.count * ids.width + 1); /* the array may change between two slices */
-  if (copy != NULL) memcpy(copy, ids.data, ids.count * ids.width);
+  if (copy) memcpy(copy, ids.data, ids.count * ids.width);
   Py_XDECREF(keep);
-  if (copy == NULL) return PyErr_NoMemory();
+  if (!copy) return PyErr_NoMemory();
   ids.data = copy;
   struct publishing publishing = {core_of(self), &ids};
   int rc = kvs_py_wait(kvs_py_state_of(self), published_slice, &publishing, timeout_ns, NULL);
@@ -178,9 +178,9 @@ static PyObject *shared_pool_repr(PyObject *self) {
 /* Append what one call has removed to the list. -1: raised. */
 static int add_names(PyObject *list, const char *text) {
   PyObject *whole = PyUnicode_DecodeFSDefault(text);
-  PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
+  PyObject *lines = whole ? PyUnicode_Splitlines(whole, 0) : NULL;
   Py_ssize_t at = PyList_GET_SIZE(list);
-  int rc = lines == NULL ? -1 : PyList_SetSlice(list, at, at, lines);
+  int rc = lines ? PyList_SetSlice(list, at, at, lines) : -1;
   Py_XDECREF(whole);
   Py_XDECREF(lines);
   return rc;
@@ -196,9 +196,9 @@ static PyObject *shared_clean(PyObject *module, PyObject *const *args, Py_ssize_
   if (kvs_py_given(value) && !PyUnicode_FSConverter(value, &path)) return NULL;
   PyObject *list = PyList_New(0);
   int rc = KVS_OK;
-  for (size_t count = 1; list != NULL && rc == KVS_OK && count != 0;) {
+  for (size_t count = 1; list && rc == KVS_OK && count != 0;) {
     Py_BEGIN_ALLOW_THREADS
-    if (path == NULL)
+    if (!path)
       count = kvs_shared_clean(text, sizeof text);
     else
       rc = kvs_shared_clean_folder(PyBytes_AS_STRING(path), text, sizeof text, &count, &err);

@@ -1,10 +1,10 @@
 /* kvswap.Stream: a non-blocking stream that the object owns. */
-#include "args.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "wait.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/wait.h"
 
 static struct kvs_py_stream *as_stream(PyObject *self) { return (struct kvs_py_stream *)self; }
 
@@ -23,11 +23,11 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   struct kvs_error err = {0};
   int rc;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$O:Stream", names, &device, &name)) return NULL;
-  if (name != NULL && (priority = kvs_py_choice(name, "priority", kvs_py_priority_names, 3)) < 0) return NULL;
+  if (name && (priority = kvs_py_choice(name, "priority", kvs_py_priority_names, 3)) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   struct kvs_py_stream *self = (struct kvs_py_stream *)type->tp_alloc(type, 0);
-  if (self == NULL) {
+  if (!self) {
     kvs_engine_unref(engine);
     return NULL;
   }
@@ -45,7 +45,7 @@ static void stream_dealloc(PyObject *object) {
   struct kvs_error ignored = {0}; /* a destructor cannot raise */
   if (self->handle != 0 && !kvs_engine_keep_stream(self->engine, self->handle))
     kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
-  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  if (self->engine) kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }
 

@@ -1,13 +1,13 @@
 /* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
  * each function's differences are in its struct swap_kind. */
-#include "address.h"
-#include "args.h"
-#include "device_ids.h"
-#include "errors.h"
-#include "module.h"
-#include "objects.h"
-#include "open.h"
-#include "transfer.h"
+#include "py/address.h"
+#include "py/args.h"
+#include "py/device_ids.h"
+#include "py/errors.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/open.h"
+#include "py/transfer.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -63,14 +63,14 @@ struct swap_kind {
 };
 
 static void swap_clear(struct swap_call *call) {
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 2; i++) {
     Py_XDECREF(call->ptrs[i].keep);
     Py_XDECREF(call->keep[i]);
   }
-  for (int i = 0; i < PER_TENSOR; ++i) Py_XDECREF(call->numbers[i].keep);
+  for (int i = 0; i < PER_TENSOR; i++) Py_XDECREF(call->numbers[i].keep);
   if (call->tensors != &call->single) PyMem_Free(call->tensors);
   kvs_py_options_clear(&call->options);
-  if (call->engine != NULL) kvs_engine_unref(call->engine);
+  if (call->engine) kvs_engine_unref(call->engine);
 }
 
 /* -- lists of pointers --------------------------------------------------------------------------------------------- */
@@ -79,7 +79,7 @@ static void swap_clear(struct swap_call *call) {
 static int keep_sizes(struct kvs_py_list *sizes) {
   uint64_t *copy;
   PyObject *array = kvs_py_uint64_array(sizes->count, &copy);
-  if (array == NULL) return -1;
+  if (!array) return -1;
   memcpy(copy, sizes->data, sizes->count * sizeof *copy);
   Py_XDECREF(sizes->keep);
   sizes->data = copy;
@@ -88,7 +88,7 @@ static int keep_sizes(struct kvs_py_list *sizes) {
 }
 
 static int check_limits(const struct kvs_py_list *ptrs, const struct kvs_py_list *sizes, const char *name) {
-  for (size_t i = 0; ptrs->limits != NULL && i < ptrs->count; ++i) {
+  for (size_t i = 0; ptrs->limits && i < ptrs->count; i++) {
     uint64_t size = sizes->data[sizes->one ? 0 : i];
     if (size > ptrs->limits[i])
       return kvs_py_complain(PyExc_ValueError, name, (Py_ssize_t)i,
@@ -101,14 +101,14 @@ static int check_limits(const struct kvs_py_list *ptrs, const struct kvs_py_list
 static int read_batch(struct swap_call *call, const struct swap_kind *kind) {
   const char *const *names = kind->args.names;
   struct kvs_py_list *sizes = &call->numbers[0];
-  for (int side = SRC_PTRS; side <= DST_PTRS; ++side)
+  for (int side = SRC_PTRS; side <= DST_PTRS; side++)
     if (kvs_py_pointers(call->state, call->values[side], names[side], side == DST_PTRS, &call->options.hold,
                         &call->ptrs[side]) < 0)
       return -1;
   if (kvs_py_numbers(call->state, call->values[SIZES], "sizes", sizes) < 0) return -1;
   if (kvs_py_same_length("dst_ptrs", call->ptrs[1].count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
   if (!sizes->one && kvs_py_same_length("sizes", sizes->count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
-  bool limited = call->ptrs[0].limits != NULL || call->ptrs[1].limits != NULL;
+  bool limited = call->ptrs[0].limits || call->ptrs[1].limits;
   if (limited && !sizes->one && keep_sizes(sizes) < 0) return -1;
   if (check_limits(&call->ptrs[0], sizes, "src_ptrs") < 0) return -1;
   return check_limits(&call->ptrs[1], sizes, "dst_ptrs");
@@ -136,7 +136,7 @@ static int read_tensor(struct swap_call *call, const char *name, PyObject *value
 }
 
 static int read_sides(struct swap_call *call, const struct swap_kind *kind) {
-  for (int side = GPU_PTR; side <= CPU_PTR; ++side) {
+  for (int side = GPU_PTR; side <= CPU_PTR; side++) {
     bool write = (call->direction == KVS_H2D) == (side == GPU_PTR);
     struct kvs_py_list *list = &call->ptrs[side];
     const char *name = kind->args.names[side];
@@ -149,7 +149,7 @@ static int read_sides(struct swap_call *call, const struct swap_kind *kind) {
 
 static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
   static const int places[PER_TENSOR] = {BLOCK_NBYTES, NUM_GPU, NUM_CPU, GPU_STRIDE, CPU_STRIDE};
-  for (int i = 0; i < PER_TENSOR; ++i) {
+  for (int i = 0; i < PER_TENSOR; i++) {
     struct kvs_py_list *list = &call->numbers[i];
     PyObject *value = call->values[places[i]];
     const char *name = kind->args.names[places[i]];
@@ -175,7 +175,7 @@ static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return lis
 /* A tensor of known size must be large enough for all its blocks and, without a stride, exactly as large. */
 static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *name, bool many, uint64_t blocks,
                        uint64_t stride, uint64_t nbytes) {
-  uint64_t limit = ptrs->limits == NULL ? UINT64_MAX : ptrs->limits[i];
+  uint64_t limit = ptrs->limits ? ptrs->limits[i] : UINT64_MAX;
   uint64_t needed = 0;
   Py_ssize_t index = many ? (Py_ssize_t)i : -1;
   if (limit == UINT64_MAX || nbytes == 0) return 0; /* 0 is refused later */
@@ -195,11 +195,11 @@ static int fill_tensors(struct swap_call *call, const struct swap_kind *kind) {
   const struct kvs_py_list *numbers = call->numbers;
   size_t count = call->ptrs[0].count;
   call->tensors = count <= 1 ? &call->single : PyMem_Calloc(count, sizeof *call->tensors);
-  if (call->tensors == NULL) {
+  if (!call->tensors) {
     PyErr_NoMemory();
     return -1;
   }
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; i++) {
     struct kvs_tensor tensor = {.gpu = call->ptrs[0].data[i],
                                 .cpu = call->ptrs[1].data[i],
                                 .nbytes = number_at(&numbers[0], i),
@@ -222,7 +222,7 @@ static int check_range(const struct swap_call *call, int side, const struct swap
   const struct kvs_ids *ids = &call->ids[side];
   const struct kvs_py_list *blocks = &call->numbers[1 + side];
   if (call->ptrs[0].count > 0 || !blocks->one) return 0;
-  for (size_t i = 0; i < ids->count; ++i) {
+  for (size_t i = 0; i < ids->count; i++) {
     int64_t id = ids->width == 8 ? ((const int64_t *)ids->data)[i] : ((const int32_t *)ids->data)[i];
     if (id < 0 || (uint64_t)id >= blocks->single[0])
       return kvs_py_complain(PyExc_IndexError, kind->args.names[GPU_IDS + side], (Py_ssize_t)i,
@@ -239,7 +239,7 @@ static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
   int on_device = kvs_py_on_device(call->state, call->values[GPU_IDS]);
   if (on_device < 0 || kvs_py_refuse_on_device(call->state, call->values[CPU_IDS], "cpu_block_ids") < 0) return -1;
   call->on_device = on_device == 1;
-  for (int side = call->on_device; side < 2; ++side)
+  for (int side = call->on_device; side < 2; side++)
     if (kvs_py_ids(call->state, call->values[GPU_IDS + side], kind->args.names[GPU_IDS + side], &call->ids[side],
                    &call->keep[side]) < 0 ||
         check_range(call, side, kind) < 0)
@@ -262,17 +262,17 @@ static int submit_cache(void *arg, struct kvs_error *err) {
  * them cannot be an address, add that to the ValueError of the core. */
 static void explain_words(const struct swap_call *call, const struct swap_kind *kind) {
   const uint64_t lowest = 1 << 16, highest = (uint64_t)1 << 57; /* no process or GPU has memory outside */
-  for (int side = 0; side < 2 && PyErr_ExceptionMatches(PyExc_ValueError); ++side) {
+  for (int side = 0; side < 2 && PyErr_ExceptionMatches(PyExc_ValueError); side++) {
     const struct kvs_py_list *list = &call->ptrs[side];
     size_t i = 0;
-    while (list->words && i < list->count && list->data[i] >= lowest && list->data[i] < highest) ++i;
+    while (list->words && i < list->count && list->data[i] >= lowest && list->data[i] < highest) i++;
     if (!list->words || i == list->count) continue;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_Format(PyExc_ValueError,
                  "%S (%s[%zu] is %lld, which is no address: the items of an integer array are read as addresses; to "
                  "pass the tensor itself, pass [tensor])",
-                 value == NULL ? Py_None : value, kind->args.names[side], i, (long long)list->data[i]);
+                 value ? value : Py_None, kind->args.names[side], i, (long long)list->data[i]);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);
@@ -352,7 +352,7 @@ static PyObject *way(PyObject *module, PyObject *args) {
   const uint64_t ptrs[2] = {from.ptr, to.ptr};
   bool given = kvs_py_given(device);
   struct kvs_engine *engine = given ? kvs_py_engine_from(state, device) : kvs_py_engine_of(state, ptrs, 2);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = kvs_direction_between(engine, from.ptr, to.ptr, &direction, &err);
   PyObject *result = rc != KVS_OK
                          ? kvs_py_raise(state, &err)

@@ -1,15 +1,15 @@
 /* kvswap.Transfer: the handle of one submitted list of copies. It holds its engine too: a deterministic device may have
  * no other reference. */
-#include "transfer.h"
-#include "args.h"
-#include "arrays.h"
-#include "await.h"
-#include "errors.h"
-#include "event.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "wait.h"
+#include "py/transfer.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/await.h"
+#include "py/errors.h"
+#include "py/event.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/wait.h"
 
 /* -- what Transfer and FileTransfer have in common ----------------------------------------------------------------- */
 
@@ -18,7 +18,7 @@ static struct kvs_py_any_transfer *object_of(PyObject *self) { return (struct kv
 PyObject *kvs_py_any_transfer_new(PyObject *type, const struct kvs_py_transfer_kind *kind, void *transfer) {
   struct kvs_py_any_transfer *self =
       (struct kvs_py_any_transfer *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
-  if (self == NULL) {
+  if (!self) {
     KVS_PY_NO_GIL(kind->unref(transfer));
     return NULL;
   }
@@ -57,8 +57,8 @@ uint32_t *kvs_py_any_transfer_failed(PyObject *self, size_t *count) {
   kvs_py_any_transfer_poll(self);
   *count = object->kind->failed(object->transfer, NULL, 0); /* constant after the end */
   uint32_t *positions = *count == 0 ? NULL : PyMem_Calloc(*count, sizeof *positions);
-  if (*count != 0 && positions == NULL) PyErr_NoMemory();
-  if (positions != NULL) object->kind->failed(object->transfer, positions, *count);
+  if (*count != 0 && !positions) PyErr_NoMemory();
+  if (positions) object->kind->failed(object->transfer, positions, *count);
   return positions;
 }
 
@@ -136,9 +136,9 @@ static PyObject *any_failed_positions(PyObject *self, void *Py_UNUSED(ignored)) 
   size_t count;
   int64_t *data;
   uint32_t *positions = kvs_py_any_transfer_failed(self, &count);
-  if (count != 0 && positions == NULL) return NULL;
+  if (count != 0 && !positions) return NULL;
   PyObject *array = kvs_py_int64_array(count, &data);
-  for (size_t i = 0; array != NULL && i < count; ++i) data[i] = positions[i];
+  for (size_t i = 0; array && i < count; i++) data[i] = positions[i];
   PyMem_Free(positions);
   return array;
 }

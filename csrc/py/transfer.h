@@ -2,7 +2,7 @@
 #ifndef KVS_PY_TRANSFER_H
 #define KVS_PY_TRANSFER_H
 
-#include "bind.h"
+#include "py/bind.h"
 
 struct kvs_py_transfer_now {
   enum kvs_state state;

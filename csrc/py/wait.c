@@ -1,11 +1,11 @@
 /* Waiting: the core waits without the GIL, and calls back now and then to look for signals, so that Ctrl-C works.
  * A call that reads or writes the disk may take long or never end: it runs on a thread of its own, which goes on after
  * Ctrl-C and discards its argument at its end. */
-#include "wait.h"
-#include "../base/thread.h"
-#include "args.h"
-#include "errors.h"
-#include "objects.h"
+#include "py/wait.h"
+#include "base/thread.h"
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/objects.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@ bool kvs_py_signalled(void *thread) {
 int kvs_py_waited(struct kvs_py_state *state, int rc, struct kvs_error *err, int64_t timeout_ns, const char *what) {
   if (PyErr_Occurred()) return -1;
   if (rc == KVS_OK) return 0;
-  if (rc == KVS_TIMEOUT && what != NULL)
+  if (rc == KVS_TIMEOUT && what)
     kvs_fail(err, KVS_TIMEOUT, "%s did not end within %g s; it goes on", what, (double)timeout_ns * 1e-9);
   kvs_py_raise(state, err);
   return -1;
@@ -78,7 +78,7 @@ PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_wai
 
 int kvs_py_patience(PyObject *value, int64_t *timeout_ns) {
   *timeout_ns = PATIENCE_NS;
-  return value == NULL ? 0 : kvs_py_timeout(value, "timeout", timeout_ns);
+  return value ? kvs_py_timeout(value, "timeout", timeout_ns) : 0;
 }
 
 int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
@@ -152,7 +152,7 @@ static bool leave(struct apart_call *apart) {
 int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_error *), void (*discard)(void *),
                  void *arg) {
   struct apart_call *apart = calloc(1, sizeof *apart);
-  if (apart == NULL) {
+  if (!apart) {
     PyErr_NoMemory();
     discard(arg);
     return -1;

@@ -2,9 +2,9 @@
 #ifndef KVS_PY_WAIT_H
 #define KVS_PY_WAIT_H
 
-#include "../base/wait.h"
-#include "bind.h"
-#include "races.h"
+#include "base/wait.h"
+#include "py/bind.h"
+#include "py/races.h"
 
 bool kvs_py_signalled(void *thread); /* PyThreadState **: saved */
 /* One statement without the GIL, whose waits end on Ctrl-C as if their limit had passed. Then kvs_py_waited(). */

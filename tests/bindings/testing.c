@@ -1,7 +1,7 @@
 /* The extension kvswap._testing: faults, deterministic devices and the rest of the device's seam, for kvswap.testing
  * and the tests. It has no file of the core: what it calls is in the capsules of kvswap._C. Builds from source have it,
  * and wheels do not. */
-#include "py/private.h"
+#include "py/private_capi.h"
 
 #include "kvswap_capi.h"
 #include "py/sources.h"
@@ -35,7 +35,7 @@ static PyObject *deterministic_device(PyObject *module, PyObject *const *args, P
 /* A new reference, and its host device. */
 static struct kvs_engine *host_engine(PyObject *device, struct kvs_device **host) {
   struct kvs_engine *engine = kvswap_api->engine_of(device);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   *host = core->kvs_engine_device(engine);
   if (strcmp((*host)->ops->kind, "host") == 0) return engine;
   kvswap_api->engine_unref(engine);
@@ -53,7 +53,7 @@ static PyObject *host_step(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (core->kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (core->kvs_py_int64(values[1], "steps", -1, &steps) < 0) return NULL;
   struct kvs_engine *engine = host_engine(values[0], &host);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   KVS_PY_NO_GIL(steps = core->kvs_host_step(host, steps));
   kvswap_api->engine_unref(engine);
   if (steps < 0) return core->kvs_py_complain(PyExc_ValueError, "device", -1, "is not deterministic"), NULL;
@@ -64,7 +64,7 @@ static PyObject *host_trace(PyObject *module, PyObject *device) {
   struct kvs_device *host;
   struct kvs_engine *engine = host_engine(device, &host);
   (void)module;
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   const unsigned long long hash = core->kvs_host_trace(host);
   kvswap_api->engine_unref(engine);
   return PyLong_FromUnsignedLongLong(hash);
@@ -80,7 +80,7 @@ static PyObject *host_capture(PyObject *module, PyObject *const *args, Py_ssize_
   (void)module;
   if (core->kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   struct kvs_engine *engine = host_engine(values[0], &host);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int begin = PyObject_IsTrue(values[2]);
   if (begin >= 0 && kvswap_api->stream_of(values[1], engine, &stream) == 0)
     result = answer(core->kvs_host_capture(host, stream, begin == 1, &err), &err);
@@ -100,7 +100,7 @@ static PyObject *host_peer(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (core->kvs_py_uint64(values[1], "ordinal", -1, &ordinal) < 0) return NULL;
   int reached = PyObject_IsTrue(values[2]);
   struct kvs_engine *engine = reached < 0 ? NULL : host_engine(values[0], &host);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = core->kvs_host_set_peer(host, ordinal > 4096 ? 4096 : (int)ordinal, reached == 1, &err);
   kvswap_api->engine_unref(engine);
   return answer(rc, &err);
@@ -117,19 +117,19 @@ static int read_fault(PyObject *const *values, struct kvs_fault *fault) {
   if (action < 0) return -1;
   fault->action = (enum kvs_fault_action)action;
   fault->nth = 1;
-  if (values[F_OPERATION] != NULL) {
+  if (values[F_OPERATION]) {
     Py_ssize_t length;
     const char *text = PyUnicode_AsUTF8AndSize(values[F_OPERATION], &length);
-    if (text == NULL) return -1;
+    if (!text) return -1;
     if ((size_t)length >= sizeof fault->operation)
       return core->kvs_py_complain(PyExc_ValueError, "operation", -1, "is %R: no member of the seam",
                                    values[F_OPERATION]);
     memcpy(fault->operation, text, (size_t)length + 1);
   }
-  if (values[F_NTH] != NULL && core->kvs_py_uint64(values[F_NTH], "nth", -1, &fault->nth) < 0) return -1;
-  if (values[F_EVERY] != NULL && core->kvs_py_uint64(values[F_EVERY], "every", -1, &fault->every) < 0) return -1;
-  if (values[F_CODE] != NULL && core->kvs_py_int64(values[F_CODE], "code", -1, &code) < 0) return -1;
-  if (values[F_DELAY] != NULL && core->kvs_py_timeout(values[F_DELAY], "delay", &delay_ns) < 0) return -1;
+  if (values[F_NTH] && core->kvs_py_uint64(values[F_NTH], "nth", -1, &fault->nth) < 0) return -1;
+  if (values[F_EVERY] && core->kvs_py_uint64(values[F_EVERY], "every", -1, &fault->every) < 0) return -1;
+  if (values[F_CODE] && core->kvs_py_int64(values[F_CODE], "code", -1, &code) < 0) return -1;
+  if (values[F_DELAY] && core->kvs_py_timeout(values[F_DELAY], "delay", &delay_ns) < 0) return -1;
   if (fault->nth == 0) return core->kvs_py_complain(PyExc_ValueError, "nth", -1, "counts from 1");
   if (code != (int)code) return core->kvs_py_complain(PyExc_ValueError, "code", -1, "is %R", values[F_CODE]);
   fault->code = (int)code;
@@ -144,13 +144,13 @@ static PyObject *skip_hazard(PyObject *const *values) {
   int hazard = 0;
   int action = core->kvs_py_choice(values[F_ACTION], "action", actions, 2);
   if (action < 0) return NULL;
-  if (action == 1 && values[F_OPERATION] == NULL)
+  if (action == 1 && !values[F_OPERATION])
     hazard = core->kvs_py_complain(PyExc_ValueError, "operation", -1, "is needed: 'raw', 'war' or 'waw'");
   else if (action == 1)
     hazard = core->kvs_py_choice(values[F_OPERATION], "operation", hazards, 3);
   if (hazard < 0) return NULL;
   struct kvs_engine *engine = kvswap_api->engine_of(values[F_DEVICE]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = core->kvs_engine_skip_hazard(engine, action == 1 ? hazards[hazard] : NULL, &err);
   kvswap_api->engine_unref(engine);
   return answer(rc, &err);
@@ -170,7 +170,7 @@ static PyObject *set_fault(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kind == KVS_FAULT_KINDS) return skip_hazard(values);
   if (kind < 0 || read_fault(values, &fault) < 0) return NULL;
   struct kvs_engine *engine = kvswap_api->engine_of(values[F_DEVICE]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = core->kvs_dev_fault_set(core->kvs_engine_device(engine), (enum kvs_fault_kind)kind, &fault, &err);
   kvswap_api->engine_unref(engine);
   return answer(rc, &err);
@@ -187,7 +187,7 @@ static PyObject *file_set_fault(PyObject *module, PyObject *args) {
   (void)module;
   if (!PyArg_ParseTuple(args, "OOOKKid:file_set_fault", &object, &call, &action, &nth, &every, &fault.code, &delay))
     return NULL;
-  if (object != Py_None && (store = kvswap_api->file_store_of(object)) == NULL) return NULL;
+  if (object != Py_None && !(store = kvswap_api->file_store_of(object))) return NULL;
   int which = core->kvs_py_choice(call, "call", calls, KVS_FILE_CALLS);
   int what = which < 0 ? -1 : core->kvs_py_choice(action, "action", actions, 5);
   if (what < 0) return NULL;
@@ -218,7 +218,7 @@ static PyObject *set_lane_depth(PyObject *module, PyObject *const *args, Py_ssiz
   if (core->kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (core->kvs_py_uint64(values[1], "depth", -1, &depth) < 0) return NULL;
   struct kvs_engine *engine = kvswap_api->engine_of(values[0]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   int rc = core->kvs_engine_set_lane_depth(engine, depth, &err);
   kvswap_api->engine_unref(engine);
   return answer(rc, &err);
@@ -334,7 +334,7 @@ static PyObject *costs_use(PyObject *module, PyObject *const *args, Py_ssize_t n
   bool built_in = values[1] == Py_None;
   if (!built_in && core->kvs_py_costs_read(values[1], &costs) < 0) return NULL;
   struct kvs_engine *engine = kvswap_api->engine_of(values[0]);
-  if (engine == NULL) return NULL;
+  if (!engine) return NULL;
   core->kvs_engine_set_costs(engine, built_in ? NULL : &costs, built_in ? "built in" : "as this process set them");
   kvswap_api->engine_unref(engine);
   Py_RETURN_NONE;
@@ -361,8 +361,8 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
   int direction = path < 0 ? -1 : core->kvs_py_choice(values[DIRECTION], "direction", directions, 2);
   if (direction < 0) return NULL;
   shape.direction = (enum kvs_direction)direction;
-  for (int i = NUMBERS; i < PREDICT; ++i)
-    if (values[i] != NULL && core->kvs_py_uint64(values[i], names[i], -1, numbers[i - NUMBERS]) < 0) return NULL;
+  for (int i = NUMBERS; i < PREDICT; i++)
+    if (values[i] && core->kvs_py_uint64(values[i], names[i], -1, numbers[i - NUMBERS]) < 0) return NULL;
   return PyFloat_FromDouble(core->kvs_cost_ns(&costs, &shape, (enum kvs_path)path));
 }
 
@@ -438,7 +438,7 @@ static int module_exec(PyObject *module) {
   (void)module;
   if (import_kvswap() < 0) return -1;
   core = PyCapsule_Import("kvswap._C._private", 0);
-  if (core == NULL) return -1;
+  if (!core) return -1;
   if (strcmp(core->sources, KVSWAP_SOURCES) == 0) return 0;
   PyErr_SetString(PyExc_ImportError,
                   "kvswap._testing and kvswap._C were built from different sources: build both anew");

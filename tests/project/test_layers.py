@@ -63,7 +63,7 @@ POINTERS = {
     "py/host_pool.c": "grow or shrink",
     "py/metrics.c": "get, row: one list of the core's, as dicts",
     "py/module.c": "make: an object of the module",
-    "py/private.h": "device_object, seam: for the tests' extension",
+    "py/private_capi.h": "device_object, seam: for the tests' extension",
     "py/seam.h": "call: one function of the seam",
     "py/swap.c": "read, submit: one kind of call",
     "py/transfer.h": "Transfer or FileTransfer",

@@ -1,18 +1,18 @@
 /* What the extension kvswap._testing (tests/bindings) calls of the core and of the bindings, in the capsule
  * kvswap._C._private: it has no file of them. Only one of the same sources will do. */
-#ifndef KVS_PY_PRIVATE_H
-#define KVS_PY_PRIVATE_H
+#ifndef KVS_PY_PRIVATE_CAPI_H
+#define KVS_PY_PRIVATE_CAPI_H
 
-#include "../device/faults.h"
-#include "../files/gds.h"
-#include "../files/store.h"
-#include "../host/device.h"
-#include "../paths/costs_default.h"
-#include "../paths/predict.h"
-#include "args.h"
-#include "calibration.h"
-#include "options.h"
-#include "seam.h"
+#include "device/faults.h"
+#include "files/gds.h"
+#include "files/store.h"
+#include "host/device.h"
+#include "paths/costs_default.h"
+#include "paths/predict.h"
+#include "py/args.h"
+#include "py/calibration.h"
+#include "py/options.h"
+#include "py/seam.h"
 
 #define KVS_PY_PRIVATE(X)                                                                                              \
   X(kvs_dev_check)                                                                                                     \
