@@ -9,35 +9,12 @@ The swap ops are in kvswap.fastdeploy.ops, the segments in kvswap.fastdeploy.ipc
 """
 
 from kvswap._devices import log_build
+from kvswap.fastdeploy import ops
 from kvswap.fastdeploy._install import install
 from kvswap.fastdeploy.ipc import get_data_ptr_ipc, set_data_ipc, share_external_data, unset_data_ipc
-from kvswap.fastdeploy.ops import (
-    cuda_host_alloc,
-    cuda_host_free,
-    swap_cache,
-    swap_cache_all_layers,
-    swap_cache_all_layers_async,
-    swap_cache_layout,
-    swap_cache_layout_async,
-    swap_cache_per_layer,
-    swap_cache_per_layer_async,
-)
+from kvswap.fastdeploy.ops import *  # noqa: F403
 
-__all__ = [
-    "cuda_host_alloc",
-    "cuda_host_free",
-    "get_data_ptr_ipc",
-    "install",
-    "set_data_ipc",
-    "share_external_data",
-    "swap_cache",
-    "swap_cache_all_layers",
-    "swap_cache_all_layers_async",
-    "swap_cache_layout",
-    "swap_cache_layout_async",
-    "swap_cache_per_layer",
-    "swap_cache_per_layer_async",
-    "unset_data_ipc",
-]
+__all__ = ["get_data_ptr_ipc", "install", "set_data_ipc", "share_external_data", "unset_data_ipc"]
+__all__ += ops.__all__
 
 log_build()

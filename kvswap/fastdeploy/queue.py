@@ -80,24 +80,19 @@ class EngineCacheQueue:
         get_transfer_done_signal() then reports its end.
         """
         parts = tuple(item)
-        newer = bool(parts) and not isinstance(parts[0], Sequence)
         if len(parts) != 5:
             raise ValueError(
                 f"a swap task has 5 items, not {len(parts)}: reading from and writing to storage is not served"
             )
-        if newer:
-            kind, task_id, nodes, gpu_ids, cpu_ids = parts
-        else:
-            nodes, gpu_ids, cpu_ids, kind, task_id = parts
-        name = str(task_id)
+        older = isinstance(parts[0], Sequence)
+        kind, task_id, nodes, gpu_ids, cpu_ids = (*parts[3:], *parts[:3]) if older else parts
+        kind, name = int(getattr(kind, "value", kind)), str(task_id)
         with self._lock:
             if name in self._items:
                 raise ValueError(f"transfer_task_id {name!r} is under way already")
             self._items[name] = parts
         try:
-            self._client.swap(
-                int(getattr(kind, "value", kind)), gpu_ids, cpu_ids, task_id=name, node_ids=nodes, timeout=self._timeout
-            )
+            self._client.swap(kind, gpu_ids, cpu_ids, task_id=name, node_ids=nodes, timeout=self._timeout)
         except BaseException:
             if not self._client.holds(name):
                 with self._lock:
@@ -111,7 +106,10 @@ class EngineCacheQueue:
         except TimeoutError:
             return None
         with self._lock:
-            item = self._items.pop(result.transfer_task_id, None) or _item_of(result)
+            item = self._items.pop(result.transfer_task_id, None)
+        if item is None:  # of a task that was not sent by put_transfer_task()
+            nodes, gpu_ids, cpu_ids = result.swap_node_ids, result.gpu_block_ids, result.cpu_block_ids
+            item = (nodes, gpu_ids, cpu_ids, result.event_type, result.transfer_task_id)
         if not result.ok:
             raise TaskFailed(item, result)
         return item
@@ -120,22 +118,6 @@ class EngineCacheQueue:
         """Whether no task is under way."""
         return self._client.under_way == 0
 
-    def get_transfer_task(self) -> Any:
-        """FastDeploy's manager calls this; `kvswap manager` does not. Raises kvswap.Error."""
-        raise _C.Error(
-            "get_transfer_task() is what FastDeploy's manager calls; `kvswap manager` takes its tasks itself"
-        )
-
-    def put_transfer_done_signal(self, item: Any) -> None:
-        """FastDeploy's manager calls this; `kvswap manager` does not. Raises kvswap.Error."""
-        raise _C.Error("put_transfer_done_signal() is what FastDeploy's manager calls; `kvswap manager` reports itself")
-
     def close(self) -> None:
         """End the connection."""
         self._client.close()
-
-
-def _item_of(result: Result) -> tuple[Any, ...]:
-    """The item of a task that was not sent by put_transfer_task()."""
-    nodes, gpu_ids, cpu_ids = result.swap_node_ids, result.gpu_block_ids, result.cpu_block_ids
-    return (nodes, gpu_ids, cpu_ids, result.event_type, result.transfer_task_id)

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from kvswap import _C
@@ -92,19 +91,14 @@ def _run(args: argparse.Namespace) -> int:
     return process.run(settings)
 
 
-def _running(args: argparse.Namespace) -> Path:
-    """The folder of a running manager. A client alone would wait for a manager to start."""
-    directory = arguments.place_of(args)
-    places.check_running(directory)
-    return directory
-
-
 def _status(args: argparse.Namespace) -> int:
     _need_packages()
     from kvswap.fastdeploy.client import Client
 
     with document(args, "manager status") as out:
-        with Client(_running(args)) as client:
+        directory = arguments.place_of(args)
+        places.check_running(directory)  # a client would wait for a manager to start
+        with Client(directory) as client:
             found = client.status(args.timeout)
         for_person(args).text(_as_text(found), hang=10)
         out.write(found)
@@ -135,7 +129,9 @@ def _drain(args: argparse.Namespace) -> int:
 
     with document(args, "manager drain") as out:
         begin = time.monotonic()
-        with Client(_running(args)) as client:
+        directory = arguments.place_of(args)
+        places.check_running(directory)  # a client would wait for a manager to start
+        with Client(directory) as client:
             client.drain(args.timeout, undo=args.undo)
         seconds = time.monotonic() - begin
         done = "takes tasks again" if args.undo else f"drained in {seconds:.1f} s; --undo takes tasks again"

@@ -162,9 +162,8 @@ class Coordinator:
         before = self.ranks[rank]
         same = before.pid == pid
         if before.here:
-            self.lost(
-                rank, f"(process {pid}) was away" if same else f"was started again as process {pid}", gone=not same
-            )
+            why = f"(process {pid}) was away" if same else f"was started again as process {pid}"
+            self.lost(rank, why, gone=not same)
         abandoned = self.ranks[rank].abandoned if same else 0
         self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting", abandoned=abandoned)
         _log.info("rank=%d pid=%d is here", rank, pid)
@@ -333,11 +332,8 @@ class Coordinator:
         gpu, cpu = task.gpu_block_ids, task.cpu_block_ids
         if len(gpu) != len(cpu):
             return f"gpu_block_ids has {len(gpu)} ids and cpu_block_ids has {len(cpu)}: they are pairs"
-        layout = self._settings.layout
-        for name, ids, limit in (
-            ("gpu_block_ids", gpu, layout.num_gpu_blocks),
-            ("cpu_block_ids", cpu, layout.num_cpu_blocks),
-        ):
+        limits = self._settings.layout.num_gpu_blocks, self._settings.layout.num_cpu_blocks
+        for name, ids, limit in zip(("gpu_block_ids", "cpu_block_ids"), (gpu, cpu), limits, strict=True):
             for i, block in enumerate(ids):
                 if block >= limit:
                     return f"{name}[{i}] is {block}: must be in [0, {limit})"
@@ -419,14 +415,10 @@ class Coordinator:
         self._ended["done" if ok else "failed"] += 1
         self._metrics.queue_depth(len(self._pending))
         self._metrics.task_ended(kind, ok, pending.nbytes, seconds, pending.seconds)
-        _log.log(
-            logging.INFO if ok else logging.WARNING,
-            "task=%s type=%s ok=%s blocks=%d bytes=%d seconds=%.6f%s",
-            task.transfer_task_id, kind, ok, len(task.gpu_block_ids), pending.nbytes, seconds,
-            "" if ok else f" rank={rank} reason={reason!r}",
-            extra={"task": {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
-                            "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}},
-        )  # fmt: skip
+        facts = {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
+                 "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}  # fmt: skip
+        text = " ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
+        _log.log(logging.INFO if ok else logging.WARNING, "%s", text, extra={"task": facts})
         result = messages.result_of(task, ok, rank, reason, nbytes=pending.nbytes, seconds=seconds, lost=losses)
         if pending.client_gone:
             return
@@ -474,34 +466,13 @@ class Coordinator:
     # -- operations: clear, restore, attach, drain --------------------------------------------------------------------
 
     def _operate(self, client: bytes, message: messages.Operation) -> None:
-        if isinstance(message, messages.Drain) and message.undo:
-            self._draining = False
-            self._answer(client, message.request, "ok", "", self.status())
-            return
-        what = type(message).__name__.lower()
-        asked = (client, message.request)
-        if self._operation is not None:
-            own = sum(who == client for who, _ in self._operation.asked)
-            if self._operation.what == what and own < _MOST_ASKED:
-                self._operation.asked.append(asked)
-            else:
-                self._answer(*asked, "busy", f"the manager is busy with {self._operation.what}")
-            return
-        if why := self._cannot(what):
-            self._answer(*asked, "refused", why)
-            return
-        if what == "attach" and self._settings.create:
-            missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if not rank.ready]
-            self._all_opened()
-            self._answer(*asked, "not_ready" if missing else "ok", "".join(missing[:1]), self.status())
-            return
-        if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
-            self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
-            return
+        what, asked = type(message).__name__.lower(), (client, message.request)
         handles = getattr(message, "handles", None)
-        if handles is not None and len(handles) != len(self.ranks):
-            why = f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
-            self._answer(*asked, "refused", why)
+        code, why = self._answer_at_once(message, what, handles)
+        if code == "busy" and self._joins(what, asked):
+            return
+        if code:
+            self._answer(*asked, code, why, self.status())
             return
         self._operation = _Operation(what, time.monotonic() + message.timeout, handles, [asked])
         self._reason = ""
@@ -513,12 +484,34 @@ class Coordinator:
             self._set_state(State.UPDATING)
         self._go_on(time.monotonic())
 
-    def _cannot(self, what: str) -> str:
+    def _joins(self, what: str, asked: tuple[bytes, int]) -> bool:
+        """Whether the request is answered with the running operation, which is the same."""
+        running = self._operation
+        if running is None or running.what != what or sum(who == asked[0] for who, _ in running.asked) >= _MOST_ASKED:
+            return False
+        running.asked.append(asked)
+        return True
+
+    def _answer_at_once(self, message: messages.Operation, what: str, handles: list[Handles] | None) -> tuple[str, str]:
+        """Code and message of the answer, if the operation need not or cannot begin; else empty."""
+        if isinstance(message, messages.Drain) and message.undo:
+            self._draining = False
+            return "ok", ""
+        if self._operation is not None:
+            return "busy", f"the manager is busy with {self._operation.what}"
         if what == "restore" and self.state == State.CLEARING:
-            return "the caches are CLEARING: that did not end, clear again first"
+            return "refused", "the caches are CLEARING: that did not end, clear again first"
         if what == "attach" and self.state != State.NORMAL:
-            return f"the caches are {self.state.name}: restore them with the new handles"
-        return ""
+            return "refused", f"the caches are {self.state.name}: restore them with the new handles"
+        if what == "attach" and self._settings.create:
+            self._all_opened()
+            missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if not rank.ready]
+            return ("not_ready", missing[0]) if missing else ("ok", "")
+        if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
+            return "ok", f"the caches are {self.state.name} already"
+        if handles is not None and len(handles) != len(self.ranks):
+            return "refused", f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
+        return "", ""
 
     def _set_state(self, state: State) -> None:
         if state != self.state:
@@ -549,15 +542,14 @@ class Coordinator:
         return "; ".join(f"rank {i} is {self.ranks[i].phase}" for i in sorted(operation.waiting))
 
     def _begin_steps(self, operation: _Operation) -> None:
-        missing = [rank for rank in self.ranks if not rank.here]
-        if missing:  # wait for the rank to be restarted, until the operation's deadline
-            return
+        if not all(rank.here for rank in self.ranks):
+            return  # wait for the rank to be restarted, until the operation's deadline
         operation.number = self._number()
         operation.waiting = {rank.number for rank in self.ranks}
         for rank in self.ranks:
             rank.ready = False
             rank.phase = {"clear": "clearing", "attach": "attaching"}.get(operation.what, "restoring")
-        for i in sorted(operation.waiting):
+        for i in range(len(self.ranks)):
             handles = operation.handles[i] if operation.handles is not None else None
             self._to_rank(i, Step(operation.number, operation.what, handles))
 
@@ -576,49 +568,46 @@ class Coordinator:
         request continues."""
         operation, self._operation = self._operation, None
         assert operation is not None
-        if code == "ok":
-            if operation.what != "drain":
-                self._writers[Kind.SWAP2GPU].clear()  # the blocks are other memory
-            if operation.what == "clear":
+        what = operation.what
+        if code != "ok":
+            self._reason = message
+            _log.warning("%s: %s", what, message)
+        elif what != "drain":
+            self._writers[Kind.SWAP2GPU].clear()  # the blocks are other memory
+            if what == "clear":
                 self._writers[Kind.SWAP2CPU].clear()
                 self._set_state(State.CLEARED)
                 for rank in self.ranks:
                     rank.handles = None
-            else:
-                if operation.what == "restore":
-                    self._all_opened()  # the engine has just asked for these caches
-                    self._set_state(State.NORMAL)
-                if operation.what in ("restore", "attach") and not self._settings.create:
-                    self._attached, self._attached_once = operation.handles, True
-        else:
-            self._reason = message
-            _log.warning("%s: %s", operation.what, message)
+            elif what == "restore":
+                self._all_opened()  # the engine has just asked for these caches
+                self._set_state(State.NORMAL)
+            if what != "clear" and not self._settings.create:
+                self._attached, self._attached_once = operation.handles, True
         for client, request in operation.asked:
             self._answer(client, request, code, message, self.status())
 
     def _answer_handles(self, client: bytes, request: int) -> None:
+        missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if rank.handles is None]
         if not self._settings.create:
             self._answer(client, request, "refused", "the engine created the caches")
-            return
-        if self.state != State.NORMAL:
+        elif self.state != State.NORMAL:
             self._answer(client, request, "not_ready", f"the caches are {self.state.name}")
-            return
-        missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if rank.handles is None]
-        if missing:
+        elif missing:
             self._answer(client, request, "not_ready", f"there are no handles yet of {missing[0]}")
-            return
-        self._all_opened()
-        body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
-        self._answer(client, request, "ok", "", body)
+        else:
+            self._all_opened()
+            body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
+            self._answer(client, request, "ok", "", body)
 
     # -- status -------------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        now = time.monotonic()
+        now, why_not = time.monotonic(), self._not_ready()
         return {
             "state": self.state.name,
-            "ready": not self._not_ready(),
-            "why_not": self._not_ready(),
+            "ready": not why_not,
+            "why_not": why_not,
             "draining": self._draining,
             "operation": self._operation.what if self._operation else None,
             "last_failure": self._reason,
@@ -628,21 +617,21 @@ class Coordinator:
             "done": self._ended["done"],
             "failed": self._ended["failed"],
             "layout": self._settings.layout.describe(),
-            "ranks": [
-                {
-                    "rank": rank.number,
-                    "here": rank.here,
-                    "pid": rank.pid,
-                    "ready": rank.ready,
-                    "phase": rank.phase,
-                    "tasks": len(rank.tasks),
-                    "overdue": len(self._overdue(rank)),
-                    "abandoned": rank.abandoned,
-                    "generation": rank.generation,
-                    "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
-                }
-                for rank in self.ranks
-            ],
+            "ranks": [self._status_of(rank, now) for rank in self.ranks],
+        }
+
+    def _status_of(self, rank: _Rank, now: float) -> dict[str, Any]:
+        return {
+            "rank": rank.number,
+            "here": rank.here,
+            "pid": rank.pid,
+            "ready": rank.ready,
+            "phase": rank.phase,
+            "tasks": len(rank.tasks),
+            "overdue": len(self._overdue(rank)),
+            "abandoned": rank.abandoned,
+            "generation": rank.generation,
+            "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
         }
 
     def gone(self, client: bytes) -> None:

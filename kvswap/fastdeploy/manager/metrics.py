@@ -44,14 +44,11 @@ class Metrics:
         from kvswap.metrics import Collector
 
         registry = prometheus.CollectorRegistry()
-        classes: dict[str, Any] = {"counter": prometheus.Counter, "gauge": prometheus.Gauge}
+        kinds = {"counter": prometheus.Counter, "gauge": prometheus.Gauge, "histogram": prometheus.Histogram}
         self._metrics: dict[str, Any] = {}
         for kind, name, what, labels in DEFINITIONS:
-            options: dict[str, Any] = {"registry": registry}
-            if kind == "histogram":
-                made = prometheus.Histogram(name, what, ["rank", *labels], buckets=_SECONDS, **options)
-            else:
-                made = classes[kind](name, what, ["rank", *labels], **options)
+            options: dict[str, Any] = {"buckets": _SECONDS} if kind == "histogram" else {}
+            made = kinds[kind](name, what, ["rank", *labels], registry=registry, **options)
             self._metrics[name.removeprefix("kvswap_manager_")] = made
         for name in ("queue_tasks", "refused", "malformed", "foreign_uid"):
             self._of(name)

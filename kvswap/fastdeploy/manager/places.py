@@ -86,8 +86,8 @@ def check_running(directory: Path) -> None:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the manager's folder; returns the descriptor. FileNotFoundError. kvswap.Error: not a regular file
-    of this user."""
+    """Open a file of the manager's folder; returns the descriptor. FileNotFoundError. kvswap.Error: not a regular file,
+    or it cannot be opened."""
     try:
         return open_regular(path, flags)
     except FileNotFoundError:
@@ -120,7 +120,6 @@ class Peer:
     __slots__ = ("pid", "uid")
 
     def __init__(self, frame: Any) -> None:
-        self.uid = self.pid = -1
         try:
             parts = str(frame.get("Peer-Address")).split(":")
             self.uid, self.pid = int(parts[-3]), int(parts[-1])
@@ -159,13 +158,11 @@ def received(socket: Any) -> Iterator[tuple[list[Any], Peer]]:
         yield frames, Peer(frames[-1])
 
 
-def watch_process(pid: int) -> int | None:
-    """A pidfd, readable once the process has ended; None if the kernel offers none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
+def watch_process(pid: int) -> int:
+    """A descriptor that is readable once the process has ended; it never is if the kernel has no such descriptors."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         return os.eventfd(1, os.EFD_CLOEXEC)
-    except OSError:
-        return None
+    except (AttributeError, OSError):
+        return os.eventfd(0, os.EFD_CLOEXEC)

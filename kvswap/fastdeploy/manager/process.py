@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,13 @@ def _request_in(frame: zmq.Frame) -> int:
         return 0
 
 
+@dataclass
 class _Connection:
-    """A process connected to rank 0: a client or another rank."""
+    """A process connected to rank 0, a client or another rank; for the other ranks, rank 0. watch: a descriptor."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.watch, self.rank = pid, places.watch_process(pid), -1
-
-    def close(self) -> None:
-        if self.watch is not None:
-            os.close(self.watch)
-            self.watch = None
+    pid: int
+    watch: int
+    rank: int = -1
 
 
 class _Process:
@@ -248,17 +245,14 @@ class Rank0(_Process):
                 self._send(known, Answer(0, "ok", "are you there?"))
         if len(self._connections) >= most:
             return None
-        connection = self._connections[name] = _Connection(pid)
-        if connection.watch is not None:
-            self._poller.register(connection.watch, zmq.POLLIN)
+        connection = self._connections[name] = _Connection(pid, places.watch_process(pid))
+        self._poller.register(connection.watch, zmq.POLLIN)
         return connection
 
     def _hello(self, name: bytes, connection: _Connection, message: Hello) -> None:
-        ours = self._settings.layout.describe()
-        if not 0 < message.rank < self._settings.ranks:
-            self._send(
-                name, messages.Refuse(f"rank {message.rank}: rank 0 was started with --mp_num {self._settings.ranks}")
-            )
+        ours, ranks = self._settings.layout.describe(), self._settings.ranks
+        if not 0 < message.rank < ranks:
+            self._send(name, messages.Refuse(f"rank {message.rank}: rank 0 was started with --mp_num {ranks}"))
         elif message.shape != ours:
             self._send(name, messages.Refuse(f"its caches are {message.shape}; those of rank 0 are {ours}"))
         else:
@@ -291,9 +285,8 @@ class Rank0(_Process):
     def _drop(self, name: bytes) -> _Connection | None:
         connection = self._connections.pop(name, None)
         if connection is not None:
-            if connection.watch is not None:
-                self._poller.unregister(connection.watch)
-            connection.close()
+            self._poller.unregister(connection.watch)
+            os.close(connection.watch)
         return connection
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -361,8 +354,8 @@ class RankN(_Process):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{self._path}")
-        self._reports: deque[Done | StepDone] = deque()  # unsent reports; at most one for each task and step received
         self._welcome = self._started = self._left = False
+        self._cut_off = False  # a report could not be sent
         self._looped = time.monotonic()
         self._told = 0  # generation of the handles that were sent to rank 0
         self._rank0: _Connection | None = None
@@ -377,13 +370,8 @@ class RankN(_Process):
     def _report(self, message: Done | StepDone) -> None:
         if isinstance(message, StepDone):
             self._tell()  # first the Beat, which says that this rank is ready
-        self._reports.append(message)
-        self._send_reports()
-
-    def _send_reports(self) -> None:
-        """Send reports in order, until one cannot be sent now."""
-        while self._reports and self._send(self._reports[0]):
-            self._reports.popleft()
+        if not self._send(message):  # the queue has room for all reports: there is no connection any more
+            self._cut_off = True
 
     def _tell(self) -> None:
         """Send a Beat, with the handles if they are new; before Welcome, Hello."""
@@ -412,10 +400,12 @@ class RankN(_Process):
             self._handle(message)
 
     def _watch(self, pid: int) -> None:
-        if self._rank0 is None or self._rank0.pid != pid:
-            if self._rank0 is not None:
-                self._rank0.close()
-            self._rank0 = _Connection(pid)
+        """Watch the process of rank 0; 0: none."""
+        if self._rank0 is not None and self._rank0.pid != pid:
+            os.close(self._rank0.watch)
+            self._rank0 = None
+        if self._rank0 is None and pid:
+            self._rank0 = _Connection(pid, places.watch_process(pid))
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Do | Step):
@@ -439,7 +429,6 @@ class RankN(_Process):
         """Drop unsubmitted tasks and connect anew: rank 0 or its clients count those tasks as failed."""
         if self._welcome:
             _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.give_up())
-            self._reports.clear()
             self._welcome = False
 
     def _look_around(self) -> None:
@@ -448,18 +437,18 @@ class RankN(_Process):
         if now - self._looped > self._settings.rank_timeout / 2:
             self._start_over(f"this rank was away for {now - self._looped:.1f} s")
         self._looped = now
-        rank0 = self._rank0
-        if rank0 is not None and rank0.watch is not None and zmq.select([rank0.watch], [], [], 0)[0]:
-            self._start_over(f"rank 0 (process {rank0.pid}) has ended")
-            rank0.close()
-            self._rank0 = None
+        if self._cut_off:
+            self._cut_off = False
+            self._start_over("rank 0 takes no messages")
+        if self._rank0 is not None and zmq.select([self._rank0.watch], [], [], 0)[0]:
+            self._start_over(f"rank 0 (process {self._rank0.pid}) has ended")
+            self._watch(0)
 
     def _under_way(self) -> int:
         return self._worker.busy
 
     def _go_round(self, sleep_ms: int) -> None:
-        self._send_reports()
-        self._poller.poll(min(sleep_ms, _FULL_MS) if self._reports else sleep_ms)
+        self._poller.poll(sleep_ms)
         self._take()
         self._look_around()
 
@@ -475,8 +464,7 @@ class RankN(_Process):
         return not self._left or self._worker.busy > 0
 
     def _close(self) -> None:
-        if self._rank0 is not None:
-            self._rank0.close()
+        self._watch(0)
         super()._close()
 
 

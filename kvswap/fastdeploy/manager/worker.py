@@ -21,7 +21,6 @@ States of a task on a rank. No lock: only the thread of the process's loop moves
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import operator
 import threading
@@ -87,13 +86,14 @@ class Worker:
         self._device: _C.Device | None = None
         self._gpu: caches.GpuSide | None = None
         self._host: caches.HostSide | None = None
-        self._generation = 0
+        self.generation = 0  # of the caches on the GPU
         self._waiting: deque[tuple[int, Task, float]] = deque()
         self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
         self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
         self._step: _StepThread | None = None
         self._next_step: Step | None = None  # arrived while another step ran
         self._waker = Waker()
+        self.wake_fd = self._waker.fd  # readable when pump() has work
         self._watchers = {kind: Watcher(self._waker, f"kvswap-{kind.name}") for kind in Kind}
         self._phase = "starting"
         self.failed = ""  # why the rank could not start
@@ -112,11 +112,11 @@ class Worker:
 
     @property
     def _has_caches(self) -> bool:
-        return self._step is None and self._gpu is not None and (self._host is not None or not self._has_host)
-
-    @property
-    def _has_host(self) -> bool:
-        return self._layout.num_cpu_blocks > 0
+        return (
+            self._step is None
+            and self._gpu is not None
+            and (self._host is not None or self._layout.num_cpu_blocks == 0)
+        )
 
     @property
     def busy(self) -> int:
@@ -126,15 +126,6 @@ class Worker:
     def abandoned(self) -> int:
         """Number of abandoned swaps: running, but reported failed."""
         return sum(running.abandoned for lane in self._running.values() for running in lane)
-
-    @property
-    def wake_fd(self) -> int:
-        """A descriptor, readable when pump() has work."""
-        return self._waker.fd
-
-    @property
-    def generation(self) -> int:
-        return self._generation
 
     @property
     def handles(self) -> Handles | None:
@@ -164,17 +155,17 @@ class Worker:
         if self._device is None:
             self._device = _C.Device(self._settings.device)
         if step.what == "clear":
-            self._clear(self._device)
+            self._clear(self._device, self._settings.step_timeout, self._settings.keep_swap_space)
         elif step.what in ("start", "restore", "attach"):
             self._allocate(self._device, step)
 
     def _allocate(self, device: _C.Device, step: Step) -> None:
         """Allocate what is missing, so that a repeated step continues after a failure."""
-        if self._host is None and self._has_host:
+        if self._host is None and self._layout.num_cpu_blocks > 0:
             self._host = caches.HostSide(device, self._layout)
         if self._gpu is None and self._settings.create:
-            self._gpu = caches.create(device, self._layout, self._settings.slab, self._generation)
-            self._generation = self._gpu.generation
+            self._gpu = caches.create(device, self._layout, self._settings.slab, self.generation)
+            self.generation = self._gpu.generation
         elif not self._settings.create and step.what != "start":
             self._attach(device, step.handles)
 
@@ -184,16 +175,16 @@ class Worker:
             self._gpu.close()
             self._gpu = None
         self._gpu = caches.attach(device, self._layout, handles)
-        self._generation = max(self._generation + 1, self._gpu.generation)
+        self.generation = max(self.generation + 1, self._gpu.generation)
 
-    def _clear(self, device: _C.Device) -> None:
+    def _clear(self, device: _C.Device, timeout: float, keep_host: bool) -> None:
         """Free the caches, once. Waits for the copies that use them."""
-        device.synchronize(self._settings.step_timeout)
+        device.synchronize(timeout)
         self._events.clear()
         if self._host is not None:
             # Kept memory counts as unwritten: its keys and values belong to the old weights.
             self._host.written[:] = False
-            if not self._settings.keep_swap_space:
+            if not keep_host:
                 self._host.close()
                 self._host = None
         if self._gpu is not None:
@@ -263,12 +254,11 @@ class Worker:
 
     def _finish_ended(self) -> None:
         """Report ended swaps in the order of arrival: a swap comes before those that read its blocks."""
-        ended: list[list[_Running]] = []
+        ended = []
         for lane in self._running.values():
-            ended.append([])
             while lane and lane[0].transfer.done():
-                ended[-1].append(lane.popleft())
-        for running in heapq.merge(*ended, key=operator.attrgetter("number")):
+                ended.append(lane.popleft())
+        for running in sorted(ended, key=operator.attrgetter("number")):
             self._finish(running)
 
     def _submit(self, number: int, task: Task, came: float) -> bool:
@@ -320,10 +310,9 @@ class Worker:
             self._clear_failures(running.task.gpu_block_ids)
         if running.abandoned:
             _log.info("a swap of a task that was reported failed has ended after %.3f s: %s", seconds, error or "ok")
-        elif error is None:
-            self._report(Done(self._layout.rank, running.number, True, "", running.transfer.nbytes, seconds))
-        else:
-            self._report(Done(self._layout.rank, running.number, False, f"{type(error).__name__}: {error}", 0, seconds))
+            return
+        reason, nbytes = ("", running.transfer.nbytes) if error is None else (f"{type(error).__name__}: {error}", 0)
+        self._report(Done(self._layout.rank, running.number, error is None, reason, nbytes, seconds))
 
     def _clear_failures(self, gpu_ids: list[int]) -> None:
         """Clear the failure record of GPU blocks in the pools. Rank 0 keeps the record instead: the engine's kernels
@@ -340,15 +329,7 @@ class Worker:
             self._next_step = None
             self._end_step()
         if self._device is not None and self._step is None:
-            self._clear_all(self._device, timeout)
+            self._clear(self._device, timeout, keep_host=False)
         ended = [watcher.close(timeout) for watcher in self._watchers.values()]
         if all(ended) and self._step is None:
             self._waker.close()
-
-    def _clear_all(self, device: _C.Device, timeout: float) -> None:
-        device.synchronize(timeout)
-        self._events.clear()
-        for side in (self._host, self._gpu):
-            if side is not None:
-                side.close()
-        self._host = self._gpu = None
