@@ -272,9 +272,8 @@ class Link:
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.LINGER, 500)
+        for option, value in ((zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 20), (zmq.LINGER, 500)):
+            socket.setsockopt(option, value)  # IMMEDIATE: do not queue messages while there is no connection
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
         ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()

@@ -30,7 +30,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 from kvswap import _C
 from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
@@ -66,13 +66,6 @@ def _index(value: Any, name: str, least: int = 0) -> int:
     if number < least:
         raise ValueError(f"{name} is {number}: must be at least {least}")
     return number
-
-
-def _check_mode(mode: Any) -> int:
-    """0 or 1. FastDeploy's ops take every mode but 0 as H2D, so that a wrong mode overwrites the cache."""
-    if isinstance(mode, bool) or mode not in (0, 1):
-        raise ValueError(f"mode is {mode!r}: must be 0 (GPU to host) or 1 (host to GPU)")
-    return int(mode)
 
 
 @lru_cache(maxsize=64)
@@ -128,19 +121,6 @@ def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
     return _last
 
 
-def _check_ids(gpu_ids: _Ids, cpu_ids: _Ids) -> int:
-    """The number of pairs. TypeError: not a sequence. ValueError: the lengths differ."""
-    for ids, name in ((gpu_ids, "swap_block_ids_gpu"), (cpu_ids, "swap_block_ids_cpu")):
-        if isinstance(ids, str | bytes) or not hasattr(ids, "__len__"):
-            raise TypeError(f"{name} must be a sequence of ints, not {type(ids).__name__}")
-    if len(gpu_ids) != len(cpu_ids):
-        raise ValueError(
-            f"swap_block_ids_gpu has {len(gpu_ids)} ids and swap_block_ids_cpu has {len(cpu_ids)}: "
-            "they are pairs, as many on both sides"
-        )
-    return len(gpu_ids)
-
-
 def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
     """The caches and their host addresses, without the pairs (None, 0): MLA's layers have no value cache."""
     if isinstance(tensors, str) or not isinstance(tensors, Sequence):
@@ -162,34 +142,37 @@ def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
     return kept, addresses
 
 
-def _submit(
-    swap: _Swap[_T],
-    tensors: list[Any],
-    blocks: list[Blocks],
-    ptrs: list[int],
-    cpu_blocks: int,
-    gpu_ids: _Ids,
-    cpu_ids: _Ids,
-    mode: int,
-    device: _C.Device,
-    stream: Any,
-    cpu_stride: int | None = None,
-) -> _T:
-    stream, after = order_of(tensors[0], stream) if tensors else (stream, ())
-    return swap(
-        tensors,
-        ptrs,
-        [block.nbytes for block in blocks],
-        [block.num for block in blocks],
-        cpu_blocks,
-        gpu_ids,
-        cpu_ids,
-        mode,
-        cpu_stride=cpu_stride,
-        stream=stream,
-        after=after,
-        device=device,
-    )
+class _Call(Generic[_T]):
+    """A call of an op: its checked arguments that all ops have. count: of the blocks."""
+
+    def __init__(
+        self, swap: _Swap[_T], gpu_ids: _Ids, cpu_ids: _Ids, rank: int, mode: Any, stream: Any, device: _Device
+    ) -> None:
+        # FastDeploy's ops take every mode but 0 as H2D, so that a wrong mode overwrites the cache.
+        if isinstance(mode, bool) or mode not in (0, 1):
+            raise ValueError(f"mode is {mode!r}: must be 0 (GPU to host) or 1 (host to GPU)")
+        for ids, name in ((gpu_ids, "swap_block_ids_gpu"), (cpu_ids, "swap_block_ids_cpu")):
+            if isinstance(ids, str | bytes) or not hasattr(ids, "__len__"):
+                raise TypeError(f"{name} must be a sequence of ints, not {type(ids).__name__}")
+        self.count = len(gpu_ids)
+        if self.count != len(cpu_ids):
+            raise ValueError(
+                f"swap_block_ids_gpu has {self.count} ids and swap_block_ids_cpu has {len(cpu_ids)}: "
+                "they are pairs, as many on both sides"
+            )
+        self._swap, self._ids, self._mode, self._stream = swap, (gpu_ids, cpu_ids), int(mode), stream
+        self._device = device_of(rank, device)
+
+    def submit(
+        self, tensors: list[Any], blocks: list[Blocks], ptrs: list[int], cpu_blocks: int, cpu_stride: int | None = None
+    ) -> _T:
+        ids = self._ids
+        if not self.count:  # without ids there is nothing to check
+            tensors, blocks, ptrs, ids = [], [], [], ((), ())
+        stream, after = order_of(tensors[0], self._stream) if tensors else (self._stream, ())
+        nbytes, numbers = [block.nbytes for block in blocks], [block.num for block in blocks]
+        options: Any = {"cpu_stride": cpu_stride, "stream": stream, "after": after, "device": self._device}
+        return self._swap(tensors, ptrs, nbytes, numbers, cpu_blocks, *ids, self._mode, **options)
 
 
 # -- the ops: each returns when the copy is done, and its _async twin returns the Transfer at once ---------------------
@@ -241,14 +224,11 @@ def _swap_cache_all_layers(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    direction, count = _check_mode(mode), _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
-    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
+    call = _Call(swap, swap_block_ids_gpu, swap_block_ids_cpu, rank, mode, stream, device)
+    most = _index(max_block_num_cpu, "max_block_num_cpu")
     kept, addresses = _pairs(cache_gpu_tensors, cache_cpu_ptrs)
     blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
-    if not count:  # without ids there is nothing to check
-        return _submit(swap, [], [], [], most, (), (), direction, on, stream)
-    ids = swap_block_ids_gpu, swap_block_ids_cpu
-    return _submit(swap, kept, blocks, addresses, most, *ids, direction, on, stream)
+    return call.submit(kept, blocks, addresses, most)
 
 
 def _swap_cache_per_layer(
@@ -271,13 +251,10 @@ def _swap_cache_per_layer(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    direction, count = _check_mode(mode), _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
-    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
-    blocks, address = [blocks_of(cache_gpu, "cache_gpu")], [_index(cache_cpu_ptr, "cache_cpu_ptr", 1)]
-    ids = swap_block_ids_gpu, swap_block_ids_cpu
-    if not count:
-        return _submit(swap, [], [], [], most, *ids, direction, on, stream)
-    return _submit(swap, [cache_gpu], blocks, address, most, *ids, direction, on, stream)
+    call = _Call(swap, swap_block_ids_gpu, swap_block_ids_cpu, rank, mode, stream, device)
+    most = _index(max_block_num_cpu, "max_block_num_cpu")
+    address = _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
+    return call.submit([cache_gpu], [blocks_of(cache_gpu, "cache_gpu")], [address], most)
 
 
 def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
@@ -318,17 +295,16 @@ def _swap_cache_layout(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
-    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
+    call = _Call(swap, gpu_block_ids, cpu_block_ids, rank, mode, stream, device)
+    base = _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
     if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
         raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
-    tensors = list(cache_gpu_tensors) if count else []
+    tensors = list(cache_gpu_tensors) if call.count else []
     blocks = _layout_blocks(tensors, cache_shape)
     *offsets, stride = itertools.accumulate((block.nbytes for block in blocks), initial=0)
     ptrs = [base + offset for offset in offsets]
     most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
-    ids = gpu_block_ids, cpu_block_ids
-    return _submit(swap, tensors, blocks, ptrs, most, *ids, direction, on, stream, cpu_stride=stride or None)
+    return call.submit(tensors, blocks, ptrs, most, stride or None)
 
 
 swap_cache_all_layers, swap_cache_all_layers_async = _pair(_swap_cache_all_layers)

@@ -57,26 +57,6 @@ class _Running:
     abandoned: bool = False  # abandoned: reported failed, but still writing its blocks
 
 
-class _StepThread(threading.Thread):
-    """A running step and its outcome."""
-
-    def __init__(self, step: Step, run: Callable[[Step], None], waker: Waker) -> None:
-        super().__init__(name=f"kvswap-{step.what}", daemon=True)
-        self.step, self._run, self.reason = step, run, ""
-        self._waker = waker
-        self.begun = time.monotonic()
-        self.over = False
-
-    def run(self) -> None:
-        try:
-            self._run(self.step)
-        except Exception as error:  # reported to rank 0
-            self.reason = f"{type(error).__name__}: {error}"
-            _log.debug("step %s failed", self.step.what, exc_info=error)
-        self.over = True
-        self._waker.wake()
-
-
 class Worker:
     """See the module. `report` sends a message to rank 0."""
 
@@ -90,7 +70,10 @@ class Worker:
         self._waiting: deque[tuple[int, Task, float]] = deque()
         self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
         self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
-        self._step: _StepThread | None = None
+        self._step: Step | None = None  # runs on _thread, which sets _outcome: why it failed, or empty
+        self._outcome: str | None = None
+        self._begun = 0.0
+        self._thread: threading.Thread | None = None
         self._next_step: Step | None = None  # arrived while another step ran
         self._waker = Waker()
         self.wake_fd = self._waker.fd  # readable when pump() has work
@@ -148,10 +131,21 @@ class Worker:
 
     def _begin(self, step: Step) -> None:
         self._phase = {"start": "allocating", "attach": "attaching", "clear": "clearing"}.get(step.what, step.what)
-        self._step = _StepThread(step, self._run_step, self._waker)
-        self._step.start()
+        self._step, self._outcome, self._begun = step, None, time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=[step], name=f"kvswap-{step.what}", daemon=True)
+        self._thread.start()
 
-    def _run_step(self, step: Step) -> None:
+    def _run(self, step: Step) -> None:
+        reason = ""
+        try:
+            self._do(step)
+        except Exception as error:  # reported to rank 0
+            reason = f"{type(error).__name__}: {error}"
+            _log.debug("step %s failed", step.what, exc_info=error)
+        self._outcome = reason
+        self._waker.wake()
+
+    def _do(self, step: Step) -> None:
         if self._device is None:
             self._device = _C.Device(self._settings.device)
         if step.what == "clear":
@@ -192,21 +186,20 @@ class Worker:
             self._gpu = None
 
     def _end_step(self) -> None:
-        step = self._step
-        if step is None or not step.over:
+        step, reason = self._step, self._outcome
+        if step is None or reason is None:
             return
         self._step = None
-        what = step.step.what
-        if step.reason:
-            self._phase = f"{what} failed: {step.reason}"[:500]
+        if reason:
+            self._phase = f"{step.what} failed: {reason}"[:500]
         else:
-            self._phase = "ready" if self._has_caches else "waits for attach()" if what == "start" else "cleared"
-        _log.info("step=%s rank=%d ok=%s seconds=%.3f phase=%r", what, self._layout.rank, not step.reason,
-                  time.monotonic() - step.begun, self._phase)  # fmt: skip
-        if step.step.number >= 0:
-            self._report(StepDone(self._layout.rank, step.step.number, not step.reason, step.reason))
-        elif step.reason:
-            self.failed = step.reason
+            self._phase = "ready" if self._has_caches else "waits for attach()" if step.what == "start" else "cleared"
+        _log.info("step=%s rank=%d ok=%s seconds=%.3f phase=%r", step.what, self._layout.rank, not reason,
+                  time.monotonic() - self._begun, self._phase)  # fmt: skip
+        if step.number >= 0:
+            self._report(StepDone(self._layout.rank, step.number, not reason, reason))
+        elif reason:
+            self.failed = reason
         if self._next_step is not None:
             following, self._next_step = self._next_step, None
             self._begin(following)
@@ -324,8 +317,8 @@ class Worker:
 
     def close(self, timeout: float) -> None:
         """Free everything. Call when no task is under way."""
-        if self._step is not None:
-            self._step.join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
             self._next_step = None
             self._end_step()
         if self._device is not None and self._step is None:
