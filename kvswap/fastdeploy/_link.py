@@ -21,7 +21,7 @@ import zmq
 
 from kvswap import _C
 from kvswap.fastdeploy.manager import messages, places
-from kvswap.fastdeploy.manager.messages import Answer, Bye, Kind, Result, Submit, Task, result_of
+from kvswap.fastdeploy.manager.messages import Answer, Ask, Bye, Kind, Result, Submit, Task, result_of
 
 __all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 
@@ -101,10 +101,10 @@ class Link:
             raise _C.Error("this client was made before fork(): make one in this process")
         return self._lock
 
-    def ask(self, kind: Any, *args: Any) -> Asked:
-        """Send a request."""
+    def ask(self, what: Any, limit: float = 0.0, handles: Any = None) -> Asked:
+        """Send a request: messages.Ask."""
         with self._own():
-            return self._ask_locked(kind(next(self._numbers), *args), None)
+            return self._ask_locked(Ask(next(self._numbers), what, limit, handles), None)
 
     def _ask_locked(self, message: Any, task: Task | None) -> Asked:
         if self._closed:

@@ -31,7 +31,7 @@ from kvswap._timeouts import seconds
 
 try:
     from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
-    from kvswap.fastdeploy.manager import messages, places
+    from kvswap.fastdeploy.manager import places
     from kvswap.fastdeploy.manager.messages import Answer, Handles, Kind, Result, Task
 except ModuleNotFoundError as error:
     if error.name not in ("zmq", "msgspec"):
@@ -99,20 +99,19 @@ class _Calls:
             raise error_of(answer)
         return answer.body
 
-    async def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
+    async def _ask(self, what: str, timeout: float, handles: Any = None, later: float = _LATER) -> Any:
         limit = _limit(timeout)
-        await self._answer(self._link.ask(kind, min(limit, _MOST_SECONDS), *args), limit + _LATER)
+        return await self._answer(self._link.ask(what, min(limit, _MOST_SECONDS), handles), limit + later)
 
     async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
-        timeout = _limit(timeout)
+        timeout, status = _limit(timeout), dict[str, Any]()
         end = time.monotonic() + timeout
         while True:
             try:
-                limit = max(0.1, end - time.monotonic())
-                status: dict[str, Any] = await self._answer(self._link.ask(messages.GetStatus), limit)
+                status = await self._ask("status", max(0.1, end - time.monotonic()), later=0.0)
                 why = missing(status)
             except ManagerError as error:  # it died; it may be started again
-                status, why = {}, str(error)
+                why = str(error)
             if not why:
                 return status
             if time.monotonic() > end:
@@ -161,7 +160,7 @@ class AsyncClient(_Calls):
         """
         task = Task(
             transfer_task_id=uuid.uuid4().hex if task_id is None else task_id,
-            event_type=int(kind),
+            event_type=int(kind),  # type: ignore[arg-type]  # the manager checks it
             gpu_block_ids=[int(i) for i in gpu_block_ids],
             cpu_block_ids=[int(i) for i in cpu_block_ids],
             swap_node_ids=list(node_ids),
@@ -199,8 +198,7 @@ class AsyncClient(_Calls):
 
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """State, ranks and tasks, as `kvswap manager status` prints them."""
-        limit = _limit(timeout)
-        status: dict[str, Any] = await self._answer(self._link.ask(messages.GetStatus), limit)
+        status: dict[str, Any] = await self._ask("status", timeout, later=0.0)
         return status
 
     async def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
@@ -220,7 +218,7 @@ class AsyncClient(_Calls):
 
         If the managers created the caches, attach() says that the engine has opened the present ones.
         """
-        await self._operate(messages.Attach, timeout, None if handles is None else list(handles))
+        await self._ask("attach", timeout, None if handles is None else list(handles))
 
     async def clear(self, timeout: float = 60.0) -> None:
         """Refuse new tasks, let tasks under way end, and make all ranks free their caches or close the engine's. Does
@@ -228,16 +226,16 @@ class AsyncClient(_Calls):
 
         ManagerError, TimeoutError: name the rank that failed and why; calling clear() again continues.
         """
-        await self._operate(messages.Clear, timeout)
+        await self._ask("clear", timeout)
 
     async def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """Undo clear(): all ranks allocate host memory again, and create the caches or open the engine's. handles: as
         in attach()."""
-        await self._operate(messages.Restore, timeout, None if handles is None else list(handles))
+        await self._ask("restore", timeout, None if handles is None else list(handles))
 
     async def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
         """Refuse new tasks, and return when none is under way. undo: take tasks again."""
-        await self._operate(messages.Drain, timeout, undo)
+        await self._ask("undo" if undo else "drain", timeout)
 
     async def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
         """For each rank a dict: the "generation" of the caches that it created, and "handles" for kvswap.memory.open().
@@ -245,8 +243,7 @@ class AsyncClient(_Calls):
         The managers assume that the caller opens the caches, and take tasks from then on. A restarted rank has created
         new caches: the manager takes no task until handles() or attach() is called again.
         """
-        limit = _limit(timeout)
-        body: list[dict[str, Any]] = await self._answer(self._link.ask(messages.GetHandles), limit)
+        body: list[dict[str, Any]] = await self._ask("handles", timeout, later=0.0)
         return body
 
     async def close(self) -> None:

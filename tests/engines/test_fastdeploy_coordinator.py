@@ -20,14 +20,11 @@ from kvswap.fastdeploy.manager import arguments, coordinator
 from kvswap.fastdeploy.manager.coordinator import Coordinator
 from kvswap.fastdeploy.manager.messages import (
     Answer,
-    Attach,
+    Ask,
     Beat,
-    Clear,
     Do,
     Done,
-    Drain,
-    GetStatus,
-    Restore,
+    Kind,
     Result,
     State,
     Step,
@@ -70,7 +67,7 @@ class World:
         )
         for rank in range(RANKS):
             self.hello(rank)
-        self.coordinator.ask(b"engine", Attach(0, 1.0))
+        self.coordinator.ask(b"engine", Ask(0, "attach", 1.0))
         self.requests = 0
 
     def _to_client(self, client: bytes, message: Any) -> bool:
@@ -104,7 +101,7 @@ class World:
         self.requests += 1
         before = len(self.said[client])
         gpu_ids, cpu_ids = blocks if blocks is not None else ([block], [block])
-        self.coordinator.ask(client, Submit(self.requests, Task(name, kind, gpu_ids, cpu_ids), known or []))
+        self.coordinator.ask(client, Submit(self.requests, Task(name, Kind(kind), gpu_ids, cpu_ids), known or []))
         answers = [each for each in self.said[client][before:] if isinstance(each, Answer)]
         return answers[0].code if answers else ""
 
@@ -236,7 +233,7 @@ def test_a_client_that_does_not_read_holds_up_itself() -> None:
     for name in ("a", "b"):
         world.submit(name, b"slow")
     world.taken.add(b"slow")
-    world.coordinator.ask(b"slow", GetStatus(7))  # its answer cannot be sent
+    world.coordinator.ask(b"slow", Ask(7, "status"))  # its answer cannot be sent
     world.end_all()
     assert world.coordinator.undelivered == 2 and world.results(b"slow") == []
     world.taken.clear()
@@ -326,8 +323,8 @@ def test_one_client_asks_for_the_same_again_and_again() -> None:
     world = World()
     world.submit("a")
     for request in range(1000):
-        world.coordinator.ask(b"eager", Clear(request, 60.0))
-    world.coordinator.ask(b"other", Clear(1, 60.0))
+        world.coordinator.ask(b"eager", Ask(request, "clear", 60.0))
+    world.coordinator.ask(b"other", Ask(1, "clear", 60.0))
     busy = [message for message in world.said[b"eager"] if message.code == "busy"]
     assert len(busy) == 1000 - 16 and not world.said[b"other"]
 
@@ -338,7 +335,7 @@ def test_a_client_that_never_reads() -> None:
     world.submit("b", b"dead")
     world.taken.add(b"dead")
     for request in range(1000):
-        world.coordinator.ask(b"dead", GetStatus(request))
+        world.coordinator.ask(b"dead", Ask(request, "status"))
         world.submit(f"more {request}", b"dead")
     assert world.submit("a") == "ok"
     world.end_all()
@@ -346,14 +343,14 @@ def test_a_client_that_never_reads() -> None:
     world.taken.clear()
     world.later(0.5)
     assert world.coordinator.undelivered == 0 and world.last(b"dead").ok
-    world.coordinator.ask(b"dead", GetStatus(1))
+    world.coordinator.ask(b"dead", Ask(1, "status"))
     assert world.said[b"dead"][-1].code == "ok"
 
 
 def test_the_states_of_clearing() -> None:
     world = World()
     world.submit("a")
-    world.coordinator.ask(b"c", Clear(50, 5.0))
+    world.coordinator.ask(b"c", Ask(50, "clear", 5.0))
     assert world.states == [State.CLEARING] and world.submit("b") == "not_ready"
     assert not any(isinstance(message, Step) for message in world.given[1])  # the task is under way
     for rank in range(RANKS):
@@ -365,16 +362,16 @@ def test_the_states_of_clearing() -> None:
     world.coordinator.step_done(StepDone(2, steps[2].number, False, "no"))
     (answer,) = [message for message in world.said[b"c"] if isinstance(message, Answer) and message.request == 50]
     assert (answer.code, answer.message) == ("failed", "rank 2: no") and world.coordinator.state == State.CLEARING
-    world.coordinator.ask(b"c", Restore(51, 5.0))
+    world.coordinator.ask(b"c", Ask(51, "restore", 5.0))
     assert world.said[b"c"][-1].code == "refused"
-    world.coordinator.ask(b"c", Clear(52, 5.0))
+    world.coordinator.ask(b"c", Ask(52, "clear", 5.0))
     for rank in range(RANKS):
         step = [m for m in world.given[rank] if isinstance(m, Step)][-1]
         world.coordinator.step_done(StepDone(rank, step.number, True, ""))
     assert world.said[b"c"][-1].code == "ok" and world.states == [State.CLEARING, State.CLEARED]
-    world.coordinator.ask(b"c", Clear(53, 5.0))
+    world.coordinator.ask(b"c", Ask(53, "clear", 5.0))
     assert world.said[b"c"][-1].code == "ok" and world.states[-1] == State.CLEARED
-    world.coordinator.ask(b"c", Restore(54, 1.0))
+    world.coordinator.ask(b"c", Ask(54, "restore", 1.0))
     world.later(2)
     assert world.said[b"c"][-1].code == "timeout" and world.coordinator.state == State.UPDATING
 
@@ -454,7 +451,7 @@ def test_what_is_lost_with_a_rank_or_by_time() -> None:
     world.coordinator.lost(1, "died")
     assert [result.ok for result in world.results()] == [False, False] and "since task 'a'" in world.last().reason
     world.hello(1)
-    world.coordinator.ask(b"engine", Attach(0, 1.0))
+    world.coordinator.ask(b"engine", Ask(0, "attach", 1.0))
     world.submit("c", block=4, kind=SWAP2GPU)
     world.submit("d", block=4)
     for rank in range(RANKS):
@@ -468,8 +465,8 @@ def test_other_memory_is_in_its_place() -> None:
     world = World()
     world.submit("load", kind=SWAP2GPU)
     world.end_all(failing=0)
-    for request, kind in ((1, Clear), (2, Restore)):
-        world.coordinator.ask(b"engine", kind(request, 5.0))
+    for request, what in ((1, "clear"), (2, "restore")):
+        world.coordinator.ask(b"engine", Ask(request, what, 5.0))
         for rank in range(RANKS):
             step = [message for message in world.given[rank] if isinstance(message, Step)][-1]
             world.coordinator.step_done(StepDone(rank, step.number, True, ""))
@@ -486,7 +483,7 @@ def test_an_engine_that_begins() -> None:
         world.submit("load", client, block=len(client), kind=SWAP2GPU)
         world.end_all(failing=0)
     world.coordinator.gone(b"dead")
-    world.coordinator.ask(b"new", Attach(0, 1.0))
+    world.coordinator.ask(b"new", Ask(0, "attach", 1.0))
     for block in (4, 5):
         world.submit(f"store {block}", b"new", block=block)
         world.end_all()
@@ -556,7 +553,7 @@ def test_no_task_is_taken_while_orphans_write() -> None:
     world.later(2, alive=False)
     for rank in (1, 2):
         assert not world.coordinator.ranks[rank].here and world.coordinator.ranks[rank].abandoned == 1
-    world.coordinator.ask(b"c", Drain(90, 60.0))
+    world.coordinator.ask(b"c", Ask(90, "drain", 60.0))
     world.end(0)
     world.later(0.5)
     assert len(world.results()) == 1 and not _answers(world, 90)  # they may still write

@@ -26,7 +26,7 @@ import kvswap
 from kvswap import memory, testing
 from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, NotReady
 from kvswap.fastdeploy.manager import arguments, caches
-from kvswap.fastdeploy.manager.messages import Done, State, Task
+from kvswap.fastdeploy.manager.messages import Done, Kind, State, Task
 from kvswap.fastdeploy.manager.worker import Worker
 
 pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
@@ -206,7 +206,7 @@ class Rank:
 
     def do(self, kind: int, gpu_ids: list[int], cpu_ids: list[int]) -> Done:
         self.number += 1
-        self.worker.take(self.number, Task(str(self.number), kind, gpu_ids, cpu_ids))
+        self.worker.take(self.number, Task(str(self.number), Kind(kind), gpu_ids, cpu_ids))
         until(lambda: self.worker.pump() and self.worker.busy == 0, "the task")
         return self.said[-1]
 
@@ -258,7 +258,7 @@ def test_the_end_of_a_swap_wakes_the_loop() -> None:
         for number, kind in ((100, SWAP2CPU), (101, SWAP2GPU)):
             # A thread that watched what the loop found ended by itself wakes it once more.
             until(lambda: rank.worker.pump() and not _is_readable(rank.worker.wake_fd, 0.1), "nothing to wake it")
-            rank.worker.take(number, Task("a", kind, [1], [1]))
+            rank.worker.take(number, Task("a", Kind(kind), [1], [1]))
             assert rank.worker.pump() >= 50
             assert _is_readable(rank.worker.wake_fd, PATIENCE)
             rank.worker.pump()

@@ -197,7 +197,7 @@ def some_message(chance: random.Random) -> bytes:
         "nbytes": 0,
         "seconds": 0.0,
         "handles": None,
-        "undo": True,
+        "what": chance.choice(["status", "handles", "attach", "clear", "restore", "drain", "undo"]),
         "known": [1],
         "code": "ok",
         "task": {

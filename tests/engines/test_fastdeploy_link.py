@@ -36,7 +36,7 @@ pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes unde
 SOCKET = """
     import os, sys, zmq
     from kvswap.fastdeploy.manager import messages
-    from kvswap.fastdeploy.manager.messages import Answer, GetStatus, Result, Submit
+    from kvswap.fastdeploy.manager.messages import Answer, Ask, Result, Submit
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind("ipc://" + sys.argv[1])
@@ -104,7 +104,7 @@ def folder(tmp_path: Path) -> Path:
 SILENT = """
     while True:
         name, message = take()
-        if isinstance(message, GetStatus):
+        if isinstance(message, Ask):
             say(name, Answer(message.request, "ok"))
 """
 TAKES = """
@@ -150,7 +150,7 @@ def test_rank_0_dies_while_swap_awaits_its_answer(folder: Path, heard_before: bo
     with Fake(folder, SILENT) as fake, Client(folder) as client:
         if heard_before:
             client.status()
-            fake.heard("GetStatus")
+            fake.heard("Ask")
         swap = in_thread(lambda: client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=PATIENCE))
         fake.heard("Submit")
         begun = time.monotonic()
@@ -279,7 +279,7 @@ def test_a_task_that_was_refused_after_the_caller_left(folder: Path) -> None:
 
 def test_an_answer_that_comes_with_the_end_of_patience(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the caller is told is what becomes of the task."""
-    refusing = SILENT.replace("        if isinstance(message, GetStatus):\n    ", "").replace('"ok"', '"refused", "no"')
+    refusing = SILENT.replace("        if isinstance(message, Ask):\n    ", "").replace('"ok"', '"refused", "no"')
     with Fake(folder, refusing), Client(folder) as client:
         for i in range(200):
             try:
@@ -357,7 +357,7 @@ def test_dropping_a_client_waits_for_nothing(folder: Path) -> None:
         assert time.monotonic() - begun < AT_ONCE
     until(lambda: not link._thread.is_alive(), "its thread to end")
     with pytest.raises(kvswap.Error, match="the client is closed"):
-        link.ask(messages.GetStatus)
+        link.ask("status")
     link.close()
 
 

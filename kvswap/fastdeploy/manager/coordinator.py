@@ -44,7 +44,7 @@ from typing import Any
 
 from kvswap.fastdeploy.manager import messages
 from kvswap.fastdeploy.manager.arguments import Settings
-from kvswap.fastdeploy.manager.messages import Answer, Beat, Do, Done, Handles, Kind, State, Step, StepDone, Task
+from kvswap.fastdeploy.manager.messages import Answer, Ask, Beat, Do, Done, Handles, Kind, State, Step, StepDone, Task
 from kvswap.fastdeploy.manager.metrics import Metrics
 
 __all__ = ["MOST_CLIENTS", "Coordinator", "most_tasks"]
@@ -261,9 +261,9 @@ class Coordinator:
             code, why = self._refusal(client, message.task)
             if self._answer(client, message.request, code, why) and code == "ok":
                 self._take(client, message.task, set(message.known))
-        elif isinstance(message, messages.GetStatus):
+        elif message.what == "status":
             self._answer(client, message.request, "ok", "", self.status())
-        elif isinstance(message, messages.GetHandles):
+        elif message.what == "handles":
             self._answer_handles(client, message.request)
         else:
             self._operate(client, message)
@@ -301,7 +301,7 @@ class Coordinator:
         return "ok", ""
 
     def _take(self, client: bytes, task: Task, known: set[int]) -> None:
-        number, kind = self._number(), Kind(task.event_type)
+        number, kind = self._number(), task.event_type
         writers = self._writers[Kind.SWAP2GPU if kind == Kind.SWAP2CPU else Kind.SWAP2CPU]
         reads = {block: writers[block] for block in task.sources if block in writers}
         if kind == Kind.SWAP2CPU:
@@ -324,9 +324,6 @@ class Coordinator:
 
     def _wrong(self, task: Task) -> str:
         """What is wrong with a task; empty if nothing is. The ranks check the rest."""
-        if task.event_type not in set(Kind):
-            served = ", ".join(f"{kind.value} ({kind.name})" for kind in Kind)
-            return f"event_type is {task.event_type}: tasks are of type {served}"
         if task.transfer_task_id in self._ids:
             return f"transfer_task_id {task.transfer_task_id!r} is under way already"
         gpu, cpu = task.gpu_block_ids, task.cpu_block_ids
@@ -396,7 +393,7 @@ class Coordinator:
             rank, reason = pending.failed
             pending.began = rank, f"task {task.transfer_task_id!r} failed: {reason}"
         else:
-            writers = self._writers[Kind(task.event_type)]
+            writers = self._writers[task.event_type]
             for block in task.targets:
                 if writers.get(block) is pending:
                     del writers[block]
@@ -409,7 +406,7 @@ class Coordinator:
         self._send_result(pending, losses)
 
     def _send_result(self, pending: _Task, losses: dict[int, int]) -> None:
-        task, ok, kind = pending.task, pending.failed is None, Kind(pending.task.event_type).name
+        task, ok, kind = pending.task, pending.failed is None, pending.task.event_type.name
         rank, reason = pending.failed or (None, "")
         seconds = time.monotonic() - pending.begun
         self._ended["done" if ok else "failed"] += 1
@@ -465,16 +462,15 @@ class Coordinator:
 
     # -- operations: clear, restore, attach, drain --------------------------------------------------------------------
 
-    def _operate(self, client: bytes, message: messages.Operation) -> None:
-        what, asked = type(message).__name__.lower(), (client, message.request)
-        handles = getattr(message, "handles", None)
-        code, why = self._answer_at_once(message, what, handles)
+    def _operate(self, client: bytes, message: Ask) -> None:
+        what, asked = message.what, (client, message.request)
+        code, why = self._answer_at_once(what, message.handles)
         if code == "busy" and self._joins(what, asked):
             return
         if code:
             self._answer(*asked, code, why, self.status())
             return
-        self._operation = _Operation(what, time.monotonic() + message.timeout, handles, [asked])
+        self._operation = _Operation(what, time.monotonic() + message.timeout, message.handles, [asked])
         self._reason = ""
         if what == "drain":
             self._draining = True
@@ -492,9 +488,9 @@ class Coordinator:
         running.asked.append(asked)
         return True
 
-    def _answer_at_once(self, message: messages.Operation, what: str, handles: list[Handles] | None) -> tuple[str, str]:
+    def _answer_at_once(self, what: str, handles: list[Handles] | None) -> tuple[str, str]:
         """Code and message of the answer, if the operation need not or cannot begin; else empty."""
-        if isinstance(message, messages.Drain) and message.undo:
+        if what == "undo":
             self._draining = False
             return "ok", ""
         if self._operation is not None:

@@ -7,7 +7,7 @@ ranks connect to rank 0 in the same way. Any other message is answered with code
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -47,14 +47,14 @@ class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 class Task(msgspec.Struct, forbid_unknown_fields=True):
     """Copy GPU block gpu_block_ids[i] <-> host block cpu_block_ids[i], in all layers.
 
-    transfer_task_id: the client's name for the task; unique among tasks under way. event_type: a Kind.
+    transfer_task_id: the client's name for the task; unique among tasks under way.
     swap_node_ids: the engine's, returned unchanged.
     events: for each rank an exported event, recorded on the engine's stream after the kernels that the copy must wait
       for, or None. None instead of the list: the engine has synchronised with those kernels.
     """
 
     transfer_task_id: Text
-    event_type: int
+    event_type: Kind
     gpu_block_ids: list[BlockId]
     cpu_block_ids: list[BlockId]
     swap_node_ids: list[int | Text] = []
@@ -83,39 +83,17 @@ class Submit(Message):
     known: list[Request] = []
 
 
-class GetStatus(Message):
-    request: Request
+class Ask(Message):
+    """what: "status" and "handles" (of the caches that the managers created) are answered with a body; "attach",
+    "clear", "restore" and "drain" when all ranks have done so; "undo" undoes "drain".
 
-
-class Drain(Message):
-    """Refuse new tasks, and answer when the tasks under way have ended. undo: take tasks again."""
-
-    request: Request
-    timeout: Seconds
-    undo: bool = False
-
-
-class Clear(Message):
-    request: Request
-    timeout: Seconds
-
-
-class Attach(Message):
-    """Open the engine's caches: by the handles of each rank, or None: by FastDeploy's segments."""
+    handles: of the engine's caches, by rank, for "attach" and "restore"; None: FastDeploy's segments.
+    """
 
     request: Request
-    timeout: Seconds
+    what: Literal["status", "handles", "attach", "clear", "restore", "drain", "undo"]
+    timeout: Seconds = 0.0
     handles: list[Handles] | None = None
-
-
-class Restore(Attach):
-    """Undo Clear."""
-
-
-class GetHandles(Message):
-    """Ask for the handles of the caches that the managers created."""
-
-    request: Request
 
 
 class Bye(Message):
@@ -177,7 +155,7 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    state: int
+    state: State
 
 
 class Refuse(Message):
@@ -263,8 +241,7 @@ class RoutingReplay(msgspec.Struct):
     enable_routing_replay: bool = False
 
 
-Operation: TypeAlias = Drain | Clear | Attach | Restore
-FromClient: TypeAlias = Submit | GetStatus | GetHandles | Operation
+FromClient: TypeAlias = Submit | Ask
 FromRank: TypeAlias = Hello | Beat | Done | StepDone | Leave
 ToRank: TypeAlias = Welcome | Refuse | Unknown | Do | Step | Left
 ToClient: TypeAlias = Answer | Result | Closing

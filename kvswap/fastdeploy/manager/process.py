@@ -76,6 +76,7 @@ class _Process:
     _tell: Callable[[], None]  # tells rank 0 that this rank is alive
     _report: Callable[[Done | StepDone], None]
     _go_round: Callable[[int], None]  # sends what is to be sent, sleeps some milliseconds, and handles what has arrived
+    _take_one: Callable[[list[zmq.Frame], places.Peer], None]  # handles a message
     _leave: Callable[[], None]  # called in each round once the rank is asked to end
     _unfinished: Callable[[float], bool]  # then: whether to go on, at most until that time
     _under_way: Callable[[], int]  # the number of tasks that have not ended
@@ -90,6 +91,7 @@ class _Process:
         for option, value in ((zmq.SNDHWM, room), (zmq.RCVHWM, room), (zmq.LINGER, 2000)):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
+        self._warned = 0.0  # time of the last warning about a foreign uid
         self._worker = Worker(settings, self._report)
         self._poller = zmq.Poller()
         for each in (self._socket, self._worker.wake_fd):
@@ -116,6 +118,16 @@ class _Process:
     def _beat(self) -> Beat:
         worker = self._worker
         return Beat(self._rank, worker.ready, worker.phase, worker.generation, worker.handles, worker.abandoned)
+
+    def _take(self) -> None:
+        for frames, peer in places.received(self._socket):
+            if peer.ours:
+                self._take_one(frames, peer)
+                continue
+            self._metrics.count("foreign_uid")
+            if time.monotonic() - self._warned > 1.0:  # at most once a second
+                self._warned = time.monotonic()
+                _log.warning("ignored a message of %s", peer)
 
     def _do(self, message: ToRank) -> None:
         if isinstance(message, Do):
@@ -148,7 +160,6 @@ class Rank0(_Process):
         self._door = Door(self._socket, self._path, min(most, max(_SPARE_CONNECTIONS // 8, limit // 4)))
         self._socket.bind(f"ipc://{self._path}")
         self._connections: dict[bytes, _Connection] = {}
-        self._warned = 0.0  # time of the last warning about a foreign uid
         self._undelivered, self._moved = -1, 0.0  # while ending: number of undelivered results, and since when
         self._coordinator = Coordinator(settings, state, self._send, self._to_rank, self._keep_state, self._metrics)
         self._coordinator.hello(0, os.getpid())
@@ -196,32 +207,22 @@ class Rank0(_Process):
 
     # -- messages in --------------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        for frames, peer in places.received(self._socket):
-            if not peer.ours:
-                self._foreign_uid(peer)
-                continue
-            name = frames[0].bytes
-            if peer.unseen:
-                request = _request_in(frames[-1])  # a rank's messages have none
-                self._send(name, Answer(request, "refused", peer.unseen) if request else messages.Refuse(peer.unseen))
-                continue
-            try:
-                if len(frames) != 2:
-                    raise ValueError(f"{len(frames) - 1} parts: a message has one")
-                message = messages.to_server.decode(frames[1].buffer)
-            except _DECODE_ERRORS as error:
-                self._metrics.count("malformed")
-                _log.debug("malformed message of process %d: %s", peer.pid, error)
-                self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
-                continue
-            self._handle(name, peer.pid, message)
-
-    def _foreign_uid(self, peer: places.Peer) -> None:
-        self._metrics.count("foreign_uid")
-        if time.monotonic() - self._warned > 1.0:  # at most once a second
-            self._warned = time.monotonic()
-            _log.warning("ignored a message of %s", peer)
+    def _take_one(self, frames: list[zmq.Frame], peer: places.Peer) -> None:
+        name = frames[0].bytes
+        if peer.unseen:
+            request = _request_in(frames[-1])  # a rank's messages have none
+            self._send(name, Answer(request, "refused", peer.unseen) if request else messages.Refuse(peer.unseen))
+            return
+        try:
+            if len(frames) != 2:
+                raise ValueError(f"{len(frames) - 1} parts: a message has one")
+            message = messages.to_server.decode(frames[1].buffer)
+        except _DECODE_ERRORS as error:
+            self._metrics.count("malformed")
+            _log.debug("malformed message of process %d: %s", peer.pid, error)
+            self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
+            return
+        self._handle(name, peer.pid, message)
 
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
@@ -384,20 +385,16 @@ class RankN(_Process):
         if self._send(beat) and beat.handles is not None:
             self._told = beat.generation
 
-    def _take(self) -> None:
-        for (frame, *_), peer in places.received(self._socket):
-            if not peer.ours:
-                self._metrics.count("foreign_uid")
-                continue
-            if peer.unseen:
-                raise _refused(peer.unseen)
-            try:
-                message = messages.to_rank.decode(frame.buffer)
-            except _DECODE_ERRORS as error:
-                _log.debug("malformed message of rank 0: %s", error)
-                continue
-            self._watch(peer.pid)
-            self._handle(message)
+    def _take_one(self, frames: list[zmq.Frame], peer: places.Peer) -> None:
+        if peer.unseen:
+            raise _refused(peer.unseen)
+        try:
+            message = messages.to_rank.decode(frames[0].buffer)
+        except _DECODE_ERRORS as error:
+            _log.debug("malformed message of rank 0: %s", error)
+            return
+        self._watch(peer.pid)
+        self._handle(message)
 
     def _watch(self, pid: int) -> None:
         """Watch the process of rank 0; 0: none."""
@@ -417,7 +414,7 @@ class RankN(_Process):
             self._welcome, self._told = True, 0
             if not self._started:
                 self._started = True
-                self._worker.start(State(message.state))
+                self._worker.start(message.state)
         elif isinstance(message, messages.Unknown):
             self._start_over("rank 0 does not know this rank")
         elif isinstance(message, messages.Left):

@@ -257,7 +257,7 @@ class Worker:
     def _submit(self, number: int, task: Task, came: float) -> bool:
         """Submit one task. False: not now. Tasks are submitted in order, since a task may read what an earlier one
         writes."""
-        kind = Kind(task.event_type)
+        kind = task.event_type
         if not self._has_caches:
             if self._step is None:
                 self._fail(number, task, f"no caches: {self.phase}", came)
