@@ -33,7 +33,7 @@ DATA = ("alerts.yml", "grafana-dashboard.json")  # in share/kvswap/monitoring
 FILES += [f"kvswap/include/{name}" for name in HEADERS]
 PATHS = re.compile(rb"(?<!\w)/(?:home|root|tmp|work|build|usr/src|usr/local)/[\w./+-]+")  # where builds happen
 FATBIN = b"\x50\xed\x55\xba\x01\x00"
-LEFT_OUT = {".gitignore"}  # of an sdist
+LEFT_OUT = re.compile(r"\.gitignore|\.github/.*")  # of an sdist: what only a repository uses
 ADDED = re.compile(r"PKG-INFO|setup\.cfg|kvswap\.egg-info/.*")  # to an sdist, by setuptools
 
 
@@ -126,7 +126,7 @@ def check_sdist(path):
     wanted = {name for name in listed.stdout.splitlines() if Path(HERE.parent, name).exists()}
     with tarfile.open(path) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    if missing := wanted - names - LEFT_OUT:
+    if missing := {name for name in wanted - names if not LEFT_OUT.fullmatch(name)}:
         yield f"lacks {', '.join(sorted(missing))}"
     if more := {name for name in names - wanted if not ADDED.fullmatch(name)}:
         yield f"has {', '.join(sorted(more))}"
