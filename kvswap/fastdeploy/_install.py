@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import threading
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from kvswap import _C
@@ -64,9 +64,7 @@ class Installed:
     def __enter__(self) -> Installed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

@@ -80,7 +80,7 @@ class Link:
         self._ended: deque[Asked] = deque()  # uncollected, in the order in which they ended
         self._waiters: set[Future] = set()  # set when the next task ends
         self._known_losses: dict[int, int] = {}  # GPU block -> number of the loss that a collected result has reported
-        self._untold_losses: dict[int, str] = {}  # GPU block -> task; lost with rank 0, not yet reported to the caller
+        self._untold: set[Asked] = set()  # tasks that wrote GPU blocks when rank 0 died; their caller was not told yet
         self._closed = False
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
@@ -137,10 +137,12 @@ class Link:
 
     def _untold_locked(self, task: Task) -> str:
         """Why a task reads a block that is lost without the caller's knowledge; empty if it reads none."""
-        for i, block in enumerate(task.gpu_block_ids if task.event_type == Kind.SWAP2CPU else ()):
-            if block in self._untold_losses:
-                why = f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed"
-                return f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first"
+        for asked in self._untold if task.event_type == Kind.SWAP2CPU else ():
+            assert asked.task is not None
+            for i, block in enumerate(task.gpu_block_ids):
+                if block in asked.task.gpu_block_ids:
+                    why = f"task {asked.task.transfer_task_id!r}, which should have written that GPU block, failed"
+                    return f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first"
         return ""
 
     def give_up(self, asked: Asked) -> bool:
@@ -177,9 +179,6 @@ class Link:
     def _collect_locked(self, result: Result) -> Result:
         for block, number in result.lost.items():  # numbers rise
             self._known_losses[block] = max(number, self._known_losses.get(block, 0))
-        for block in result.gpu_block_ids if self._untold_losses else ():
-            if self._untold_losses.get(block) == result.transfer_task_id:
-                del self._untold_losses[block]
         asked = self._tasks.get(result.transfer_task_id)
         if asked is not None and asked.result.done() and asked.result.result() is result:
             self._discard_locked(asked)
@@ -223,6 +222,7 @@ class Link:
 
     def _discard_locked(self, asked: Asked) -> None:
         """Forget a task that was refused, or whose result was collected."""
+        self._untold.discard(asked)
         if asked.task is not None and self._tasks.get(asked.task.transfer_task_id) is asked:
             del self._tasks[asked.task.transfer_task_id]
             with contextlib.suppress(ValueError):
@@ -259,7 +259,7 @@ class Link:
                 task = asked.task
                 if task is not None and asked.data is None and not asked.result.done():
                     if task.event_type == Kind.SWAP2GPU:
-                        self._untold_losses.update(dict.fromkeys(task.gpu_block_ids, task.transfer_task_id))
+                        self._untold.add(asked)
                     self._end_locked(asked, result_of(task, False, 0, why))
             self._known_losses.clear()  # the numbers came from the rank 0 that died
             for asked in list(self._outgoing):

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-__all__ = ["Blocks", "blocks_of", "framework_gpu", "itemsize", "order_of"]
+__all__ = ["Blocks", "blocks_of", "framework_gpu", "framework_of", "itemsize", "order_of"]
 
 
 class Blocks(NamedTuple):
@@ -97,10 +97,15 @@ def _paddle_stream(paddle: Any, tensor: Any) -> Any:
     return getattr(stream, "stream_base", stream)  # an object with cuda_stream
 
 
+def framework_of(tensor: Any) -> tuple[str, Any]:
+    """The name of the tensor's framework and its module; None if the process has not imported it."""
+    framework = type(tensor).__module__.partition(".")[0]
+    return framework, sys.modules.get(framework)
+
+
 def stream_of(tensor: Any) -> Any:
     """The current stream of the tensor's framework, or None if the framework has none."""
-    framework = type(tensor).__module__.partition(".")[0]
-    module = sys.modules.get(framework)
+    framework, module = framework_of(tensor)
     if framework == "torch" and module is not None and tensor.is_cuda:
         return module.cuda.current_stream(tensor.device)
     if framework == "paddle" and module is not None:
@@ -110,8 +115,7 @@ def stream_of(tensor: Any) -> Any:
 
 def framework_gpu(tensor: Any) -> int | None:
     """The number of the tensor's GPU, else of paddle's current GPU, else None."""
-    framework = type(tensor).__module__.partition(".")[0]
-    if framework == "torch" and tensor.is_cuda:
+    if framework_of(tensor)[0] == "torch" and tensor.is_cuda:
         return int(tensor.device.index)
     get_device = getattr(getattr(sys.modules.get("paddle"), "device", None), "get_device", None)
     if callable(get_device):

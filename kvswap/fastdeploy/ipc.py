@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 
 from kvswap import _C, memory
 from kvswap._regular import open_regular
-from kvswap.fastdeploy._tensors import itemsize
+from kvswap.fastdeploy._tensors import framework_of, itemsize
 from kvswap.fastdeploy.ops import current_device
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ _INTERFACES = ("__cuda_array_interface__", "__array_interface__")
 
 _lock = threading.Lock()
 _written: dict[str, tuple[bytes, bytes]] = {}  # guarded by _lock; this process's segments by name: handle, export
-_shared: dict[int, list[_C.Mapped]] = {}  # guarded by _lock; what share_external_data() opened, by address
+_shared: list[tuple[int, _C.Mapped]] = []  # guarded by _lock; what share_external_data() opened, with its address
 
 
 def zero(allocated: _C.Memory) -> None:
@@ -196,8 +195,7 @@ class SharedTensor:
 
 def _as_framework(shared: SharedTensor, like: Any) -> Any:
     """A tensor of the framework of `like` over the shared memory, without a copy."""
-    framework = type(like).__module__.partition(".")[0]
-    module = sys.modules.get(framework)
+    framework, module = framework_of(like)
     if module is None or framework not in ("torch", "paddle"):
         return shared
     if shared._opened.device.kind != "cuda":
@@ -250,7 +248,7 @@ def share_external_data(tensor: Any, shm_name: str, shape: Sequence[int], *, dev
         opened.close()
         raise
     with _lock:
-        _shared.setdefault(opened.ptr, []).append(opened)
+        _shared.append((opened.ptr, opened))
     return made
 
 
@@ -262,10 +260,9 @@ def get_data_ptr_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> A
     open until unset_data_ipc() or the end of the process. Errors: as share_external_data(). Any thread may call."""
     opened = open_segment(shm_name, current_device(device, tensor), 1)
     with _lock:
-        _shared.setdefault(opened.ptr, []).append(opened)
+        _shared.append((opened.ptr, opened))
     address = np.array([opened.ptr], np.int64)
-    framework = type(tensor).__module__.partition(".")[0]
-    module = sys.modules.get(framework)
+    framework, module = framework_of(tensor)
     if framework == "torch" and module is not None:
         return module.from_numpy(address)
     if framework == "paddle" and module is not None:
@@ -286,19 +283,17 @@ def unset_data_ipc(tensor: Any, shm_name: str, close_ipc: bool, unlink_shm: bool
     if close_ipc:
         ptr = int(tensor.data_ptr())
         with _lock:
-            opened = _shared.get(ptr)
-            if not opened:
+            last = next((each for each in reversed(_shared) if each[0] == ptr), None)
+            if last is None:
                 raise ValueError(
                     f"{path.name}: nothing that share_external_data() opened is at {ptr:#x}, or it is closed"
                 )
-            last = opened.pop()
-            if not opened:
-                del _shared[ptr]
+            _shared.remove(last)
         try:
-            last.close()
+            last[1].close()
         except BaseException:
             with _lock:
-                _shared.setdefault(ptr, []).append(last)
+                _shared.append(last)
             raise
     if unlink_shm:
         unlink_segment(shm_name)

@@ -140,7 +140,9 @@ def nothing_left(client: Client) -> None:
     assert client.under_way == 0
     with pytest.raises(TimeoutError):
         client.next_result(0.05)
-    kept = {name: value for name, value in vars(client._link).items() if isinstance(value, dict | collections.deque)}
+    kept = {
+        name: value for name, value in vars(client._link).items() if isinstance(value, dict | set | collections.deque)
+    }
     assert not any(kept.values()), kept
 
 

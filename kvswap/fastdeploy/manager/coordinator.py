@@ -195,13 +195,10 @@ class Coordinator:
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
-            self._give_again(rank)
-
-    def _give_again(self, rank: _Rank) -> None:
-        """Send a restarted rank the handles of the caches that the other ranks use."""
-        rank.phase = "attaching"
-        handles = self._attached[rank.number] if self._attached else None
-        self._to_rank(rank.number, Step(self._number(), "attach", handles))
+            # A rank that was started again gets the handles of the caches that the other ranks use.
+            rank.phase = "attaching"
+            handles = self._attached[rank.number] if self._attached else None
+            self._to_rank(rank.number, Step(self._number(), "attach", handles))
 
     def lost(self, number: int, why: str, *, gone: bool = True) -> None:
         """A rank is dead or silent: its part of every task has failed. gone: the process has ended, so that it writes
@@ -213,11 +210,9 @@ class Coordinator:
             return
         _log.warning("rank=%d pid=%d is lost: %s", number, rank.pid, why)
         self._metrics.count("ranks_lost", str(number))
-        tasks = rank.tasks
-        self.ranks[number] = _Rank(number, pid=rank.pid, phase=f"lost: {why}"[:500])
-        if not gone:
-            self.ranks[number].abandoned = rank.abandoned + len(tasks)
-        for task in sorted(tasks):
+        abandoned = 0 if gone else rank.abandoned + len(rank.tasks)
+        self.ranks[number] = _Rank(number, pid=rank.pid, phase=f"lost: {why}"[:500], abandoned=abandoned)
+        for task in sorted(rank.tasks):
             self._part_ended(number, task, f"rank {number} {why}")
         operation = self._operation
         if operation is not None and operation.waiting is not None and number in operation.waiting:

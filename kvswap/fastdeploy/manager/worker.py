@@ -21,11 +21,14 @@ States of a task on a rank. No lock: only the thread of the process's loop moves
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
+import os
+import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +38,6 @@ from kvswap import _C, memory
 from kvswap.fastdeploy.manager import caches
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.messages import Done, Handles, Kind, State, Step, StepDone, Task
-from kvswap.fastdeploy.manager.waker import Waker, Watcher
 
 __all__ = ["Worker"]
 
@@ -45,6 +47,7 @@ _MOST_UNDER_WAY = 96  # swaps in one direction; a lane of the device holds 128
 _MOST_EVENTS = 64
 _MOST_SUBMITTING = 0.1  # seconds of submitting before the loop sends the next Beat: a driver takes long for many copies
 _IDLE_MS, _RETRY_MS = 50, 1  # how long the loop may sleep
+_WAIT_SLICE = 1.0  # seconds of one wait for a transfer
 
 
 @dataclass
@@ -55,6 +58,41 @@ class _Running:
     transfer: _C.Transfer
     begun: float
     abandoned: bool = False  # abandoned: reported failed, but still writing its blocks
+
+
+class _Watcher:
+    """A thread that wakes the loop, by an eventfd, when the transfer last given to watch() has ended."""
+
+    def __init__(self, wake_fd: int, name: str) -> None:
+        self._wake_fd = wake_fd
+        self._given: queue.SimpleQueue[_C.Transfer | None] = queue.SimpleQueue()
+        self._watched: _C.Transfer | None = None  # used by the loop alone: the transfer given last
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, transfer: _C.Transfer) -> None:
+        """Watch a transfer. Does nothing if it is watched already."""
+        if transfer is not self._watched:
+            self._watched = transfer
+            self._given.put(transfer)
+
+    def _run(self) -> None:
+        while (transfer := self._given.get()) is not None:
+            while not transfer.done():
+                try:
+                    transfer.wait(_WAIT_SLICE)
+                except TimeoutError:
+                    continue
+                except _C.Error:
+                    break  # the loop also polls, and finds the error
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self, timeout: float) -> bool:
+        """Stop the thread. True: it has ended and wakes the loop no more."""
+        self._watched = None
+        self._given.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
 
 class Worker:
@@ -69,15 +107,14 @@ class Worker:
         self.generation = 0  # of the caches on the GPU
         self._waiting: deque[tuple[int, Task, float]] = deque()
         self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
-        self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
+        self._open_event = functools.lru_cache(_MOST_EVENTS)(lambda data: memory.open_event(data, device=self._device))
         self._step: Step | None = None  # runs on _thread, which sets _outcome: why it failed, or empty
         self._outcome: str | None = None
         self._begun = 0.0
         self._thread: threading.Thread | None = None
         self._next_step: Step | None = None  # arrived while another step ran
-        self._waker = Waker()
-        self.wake_fd = self._waker.fd  # readable when pump() has work
-        self._watchers = {kind: Watcher(self._waker, f"kvswap-{kind.name}") for kind in Kind}
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when pump() has work
+        self._watchers = {kind: _Watcher(self.wake_fd, f"kvswap-{kind.name}") for kind in Kind}
         self._phase = "starting"
         self.failed = ""  # why the rank could not start
 
@@ -143,7 +180,7 @@ class Worker:
             reason = f"{type(error).__name__}: {error}"
             _log.debug("step %s failed", step.what, exc_info=error)
         self._outcome = reason
-        self._waker.wake()
+        os.eventfd_write(self.wake_fd, 1)
 
     def _do(self, step: Step) -> None:
         if self._device is None:
@@ -174,7 +211,7 @@ class Worker:
     def _clear(self, device: _C.Device, timeout: float, keep_host: bool) -> None:
         """Free the caches, once. Waits for the copies that use them."""
         device.synchronize(timeout)
-        self._events.clear()
+        self._open_event.cache_clear()
         if self._host is not None:
             # Kept memory counts as unwritten: its keys and values belong to the old weights.
             self._host.written[:] = False
@@ -229,7 +266,8 @@ class Worker:
 
     def pump(self) -> int:
         """Submit waiting tasks and report ended ones; returns the longest sleep of the loop in milliseconds."""
-        self._waker.clear()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
         self._end_step()
         self._finish_ended()
         until = time.monotonic() + _MOST_SUBMITTING
@@ -280,16 +318,7 @@ class Worker:
 
     def _after(self, task: Task) -> list[_C.Event]:
         exported = None if task.events is None else task.events[self._layout.rank]
-        if exported is None:
-            return []
-        event = self._events.get(exported)
-        if event is None:
-            assert self._device is not None
-            event = self._events[exported] = memory.open_event(exported, device=self._device)
-            while len(self._events) > _MOST_EVENTS:
-                self._events.popitem(last=False)
-        self._events.move_to_end(exported)
-        return [event]
+        return [] if exported is None else [self._open_event(exported)]
 
     def _fail(self, number: int, task: Task, reason: str, came: float) -> None:
         """Report a task of which nothing was queued as failed."""
@@ -325,4 +354,4 @@ class Worker:
             self._clear(self._device, timeout, keep_host=False)
         ended = [watcher.close(timeout) for watcher in self._watchers.values()]
         if all(ended) and self._step is None:
-            self._waker.close()
+            os.close(self.wake_fd)
