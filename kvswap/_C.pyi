@@ -320,7 +320,15 @@ class _Share:
     def linked(self) -> int: ...
     def wait_linked(self, ranks: int, timeout: float | None, /) -> None: ...
     def submit(
-        self, direction: str, host_ids: Ids, gpu_ids: Ids, key: int, ranks: int, rank: int, /
+        self,
+        direction: str,
+        host_ids: Ids,
+        gpu_ids: Ids,
+        key: int,
+        ranks: int,
+        rank: int,
+        after: StreamLike | None,
+        /,
     ) -> ShareTransfer: ...
     def stats(self) -> ShareStats: ...
     def close(self, timeout: float | None, /) -> None: ...

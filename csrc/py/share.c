@@ -4,6 +4,7 @@
 #include "args.h"
 #include "arrays.h"
 #include "errors.h"
+#include "handle.h"
 #include "module.h"
 #include "objects.h"
 #include "options.h"
@@ -237,19 +238,23 @@ static PyObject *share_submit(PyObject *self, PyObject *args) {
   struct kvs_error err = {0};
   struct kvs_share_job *job = NULL;
   struct kvs_ids host, gpu;
-  PyObject *given[2], *keep[2] = {NULL, NULL}, *direction;
+  PyObject *given[2], *keep[2] = {NULL, NULL}, *direction, *after;
   unsigned long long key;
+  uint64_t stream = 0;
   struct kvs_share_name named = {0};
   int64_t way;
   int rc = -1;
-  if (!PyArg_ParseTuple(args, "OOOKII:submit", &direction, &given[0], &given[1], &key, &named.ranks, &named.rank))
+  if (!PyArg_ParseTuple(args, "OOOKIIO:submit", &direction, &given[0], &given[1], &key, &named.ranks, &named.rank,
+                        &after))
     return NULL;
   named.key = key;
   if (kvs_py_direction(direction, &way) < 0) return NULL;
+  if (after != Py_None && kvs_py_stream_handle(state, after, "after", kvs_share_engine(core(self)), &stream) < 0)
+    return NULL;
   if (kvs_py_ids(state, given[0], "host_ids", &host, &keep[0]) == 0 &&
       kvs_py_ids(state, given[1], "gpu_ids", &gpu, &keep[1]) == 0) {
-    KVS_PY_NO_GIL(
-        rc = kvs_share_submit(core(self), (enum kvs_direction)way, &host, &gpu, key ? &named : NULL, &job, &err));
+    KVS_PY_NO_GIL(rc = kvs_share_submit(core(self), (enum kvs_direction)way, &host, &gpu, key ? &named : NULL,
+                                        after != Py_None ? &stream : NULL, &job, &err));
     if (rc != KVS_OK) kvs_py_raise(state, &err);
   }
   Py_XDECREF(keep[0]);
@@ -297,7 +302,7 @@ static PyMethodDef methods[] = {
     {"wait_linked", share_wait_linked, METH_VARARGS,
      PyDoc_STR("wait_linked($self, ranks, timeout, /)\n--\n\nWait for the members of a bit mask.")},
     {"submit", share_submit, METH_VARARGS,
-     PyDoc_STR("submit($self, direction, host_ids, gpu_ids, key, ranks, rank, /)\n--\n\nA ShareTransfer.")},
+     PyDoc_STR("submit($self, direction, host_ids, gpu_ids, key, ranks, rank, after, /)\n--\n\nA ShareTransfer.")},
     {"stats", share_stats, METH_NOARGS, PyDoc_STR("stats($self, /)\n--\n\nBytes and counts since the start.")},
     {"close", share_close, METH_VARARGS,
      PyDoc_STR("close($self, timeout, /)\n--\n\nStop, and wait for the last pieces.")},

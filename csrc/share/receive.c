@@ -256,6 +256,24 @@ static bool own_step(struct kvs_share *share, struct kvs_share_job *job) {
   return true;
 }
 
+/* A transfer that failed leaves its destination as failed. The next write of it may be one that the pools do not know:
+ * another process's, or the model's. */
+static void forget_failure(const struct kvs_share *share, struct kvs_pool *const *pools, int64_t id,
+                           kvs_stream stream) {
+  struct kvs_error ignored;
+  const struct kvs_ids ids = {&id, 8, 1};
+  for (size_t pool = 0; pool < share->npools; pool++)
+    (void)kvs_note_access(pools[pool], &ids, true, 0, 0, stream, NULL, &ignored);
+}
+
+static void fail_own(struct kvs_share *share, struct kvs_share_job *job, size_t piece, size_t block) {
+  size_t position = piece * share->piece_blocks + block;
+  bool in = job->direction == KVS_H2D;
+  fail_piece(share, job, piece, block);
+  forget_failure(share, in ? share->gpu_pools : share->host_pools, in ? job->gpu[position] : job->host[position],
+                 share->streams[job->streams][1]);
+}
+
 static void note_failures(struct kvs_share *share, struct kvs_share_job *job, const struct kvs_share_own *own) {
   size_t count = kvs_transfer_failed(own->transfer, NULL, 0);
   uint32_t *positions = malloc((count ? count : 1) * sizeof *positions);
@@ -264,7 +282,7 @@ static void note_failures(struct kvs_share *share, struct kvs_share_job *job, co
   for (size_t piece = 0, at = 0, next = 0; piece < own->count; piece++)
     for (size_t block = 0; block < blocks_of(share, job, own->pieces[piece]); block++, at++) {
       bool failed = !positions || (next < count && positions[next] == at);
-      if (failed) fail_piece(share, job, own->pieces[piece], block);
+      if (failed) fail_own(share, job, own->pieces[piece], block);
       next += failed;
     }
   free(positions);
@@ -372,18 +390,6 @@ static bool move_slots(struct kvs_share *share, struct kvs_share_link *link, str
   return true;
 }
 
-/* A transfer that failed leaves its destination as failed: what another process writes there next is not known to the
- * pools, and would fail too. */
-static void forget_failures(const struct kvs_share *share, const struct kvs_share_link *link, unsigned slot) {
-  struct kvs_error ignored;
-  for (uint32_t i = 0; i < share->piece_blocks; i++) {
-    int64_t id = (int64_t)slot * share->piece_blocks + i;
-    const struct kvs_ids ids = {&id, 8, 1};
-    for (size_t pool = 0; pool < share->npools; pool++)
-      (void)kvs_note_access(link->pools[pool], &ids, true, 0, 0, share->streams[0][0], NULL, &ignored);
-  }
-}
-
 static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsigned i, bool ok) {
   struct kvs_share_slot *slot = &move->link->slots[i];
   struct kvs_share_job *job = move->job;
@@ -394,7 +400,8 @@ static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsig
   bool arrived = ok && slot->state == KVS_SLOT_EMPTYING;
   slot->state = KVS_SLOT_FREE;
   if (!arrived) {
-    if (!ok) forget_failures(share, move->link, i);
+    for (uint32_t block = 0; !ok && block < share->piece_blocks; block++)
+      forget_failure(share, move->link->pools, (int64_t)i * share->piece_blocks + block, share->streams[0][0]);
     give_up(slot);
     return;
   }
@@ -871,11 +878,12 @@ static int check_twice(const struct kvs_share_job *job, uint64_t limit, struct k
   return status;
 }
 
-static int record_start(struct kvs_share *share, struct kvs_share_job *job, struct kvs_error *err) {
+static int record_start(struct kvs_share *share, struct kvs_share_job *job, const uint64_t *after,
+                        struct kvs_error *err) {
   struct kvs_device *device = share->engine->device;
   struct kvs_stream_info info;
-  kvs_stream compute = kvs_engine_compute_stream(share->engine);
-  int status = kvs_stream_ask(device, compute, "the compute stream", &info, err);
+  kvs_stream compute = after ? *after : kvs_engine_compute_stream(share->engine);
+  int status = kvs_stream_ask(device, compute, after ? "after" : "the compute stream", &info, err);
   if (!status) status = kvs_dev_event_create(device, false, &job->start, err);
   return status ? status : kvs_dev_event_record(device, job->start, compute, err);
 }
@@ -890,8 +898,8 @@ static void choose_first(const struct kvs_share *share, struct kvs_share_job *jo
 }
 
 int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
-                      const struct kvs_ids *gpu, const struct kvs_share_name *named, struct kvs_share_job **made,
-                      struct kvs_error *err) {
+                      const struct kvs_ids *gpu, const struct kvs_share_name *named, const uint64_t *after,
+                      struct kvs_share_job **made, struct kvs_error *err) {
   struct kvs_pool_layout layout;
   struct kvs_share_job *job = NULL;
   struct kvs_error ignored;
@@ -899,7 +907,7 @@ int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, con
   int status = job_new(share, direction, host, gpu, &job, err);
   if (status) return status;
   status = check_twice(job, direction == KVS_H2D ? layout.num_blocks : share->num_blocks, err);
-  if (!status) status = record_start(share, job, err);
+  if (!status) status = record_start(share, job, after, err);
   job->streams = share->njobs % KVS_SHARE_STREAMS;
   if (named) name_job(job, named);
   choose_first(share, job);

@@ -6,7 +6,8 @@
 
 /* By any thread: a job with its first transfer over the own link queued. The list keeps a reference. */
 int kvs_receive_begin(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
-                      const struct kvs_share_name *named, struct kvs_share_job **, struct kvs_error *);
+                      const struct kvs_share_name *named, const uint64_t *after, struct kvs_share_job **,
+                      struct kvs_error *);
 
 /* Memory at `base` for so many blocks of the host's form, as pools: one for each pool of the host. Closing takes what
  * opening made, also in part, and NULL. */

@@ -197,6 +197,8 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   return status;
 }
 
+struct kvs_engine *kvs_share_engine(const struct kvs_share *share) { return share->engine; }
+
 void kvs_share_get_form(const struct kvs_share *share, struct kvs_share_form *form) {
   *form = (struct kvs_share_form){share->block_nbytes, share->num_blocks, share->slot_nbytes, share->piece_blocks,
                                   share->nslots};
@@ -547,8 +549,8 @@ static int check_name(const struct kvs_share_name *named, struct kvs_error *err)
 }
 
 int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, const struct kvs_ids *host,
-                     const struct kvs_ids *gpu, const struct kvs_share_name *named, struct kvs_share_job **made,
-                     struct kvs_error *err) {
+                     const struct kvs_ids *gpu, const struct kvs_share_name *named, const uint64_t *after,
+                     struct kvs_share_job **made, struct kvs_error *err) {
   int status = check_rank(share, 0, err);
   if (!status && named) status = check_name(named, err);
   if (status) return status;
@@ -559,7 +561,7 @@ int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, cons
                     gpu->count);
   pthread_mutex_lock(&share->lock);
   status = share->stop ? kvs_fail(err, KVS_CLOSED, "the member is closed")
-                       : kvs_receive_begin(share, direction, host, gpu, named, made, err);
+                       : kvs_receive_begin(share, direction, host, gpu, named, after, made, err);
   pthread_mutex_unlock(&share->lock);
   if (status) return status;
   (*made)->share = share;

@@ -49,6 +49,7 @@ struct kvs_share_form {
   uint64_t block_nbytes, num_blocks, slot_nbytes;
   uint32_t piece_blocks, slots;
 };
+struct kvs_engine *kvs_share_engine(const struct kvs_share *); /* borrowed */
 void kvs_share_get_form(const struct kvs_share *, struct kvs_share_form *);
 
 /* Meeting the member `rank`. First receive slots for it: *fd, which is the caller's, goes to it. Then a link: `socket`,
@@ -71,10 +72,13 @@ struct kvs_share_name {
   unsigned rank;  /* the own one */
 };
 
-/* named: NULL: not shared. Copy blocks host[i] -> gpu[i], or back. The blocks belong to the job until it has ended. The
- * first part is queued in the call; the rest by the member's thread. */
+/* named: NULL: not shared. after: a stream; NULL: the device's compute stream: the job starts after what it has now.
+ * Copy blocks host[i] -> gpu[i], or back. The blocks belong to the job until it has ended. The first part is queued in
+ * the call; the rest by the member's thread. Blocks that fail are known from the job only: pools do not pass the
+ * failure on, because what other processes write to the same blocks later is not known to them. */
 int kvs_share_submit(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
-                     const struct kvs_share_name *named, struct kvs_share_job **, struct kvs_error *);
+                     const struct kvs_share_name *named, const uint64_t *after, struct kvs_share_job **,
+                     struct kvs_error *);
 void kvs_share_job_ref(struct kvs_share_job *);
 void kvs_share_job_unref(struct kvs_share_job *);
 struct kvs_share *kvs_share_job_share(const struct kvs_share_job *); /* borrowed */

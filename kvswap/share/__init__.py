@@ -16,19 +16,30 @@ import re
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvswap import _C
 from kvswap._C import ShareTransfer
 from kvswap._timeouts import seconds
 from kvswap.share._meet import Meeting
-from kvswap.typing import Ids, ShareStats
+from kvswap.typing import Ids, ShareStats, StreamLike
 
 __all__ = ["Member", "ShareTransfer", "join"]
 
 _MOST_RANKS = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+class Place(NamedTuple):
+    """Blocks on the host that all members have mapped: block i is the block_nbytes bytes at ptr + i * block_nbytes.
+    path, generation: the same for all that have mapped this memory, and for no other memory."""
+
+    ptr: int
+    block_nbytes: int
+    num_blocks: int
+    path: str
+    generation: int
 
 
 class Member:
@@ -70,12 +81,15 @@ class Member:
         shared: str | None = None,
         generation: int = 0,
         ranks: Sequence[int] | None = None,
+        after: StreamLike | None = None,
     ) -> ShareTransfer:
         """Copy host block host_ids[i] to GPU block gpu_ids[i], each in every pool; other members' links take part.
 
-        Starts after the work that is queued on the device's compute stream now. Unlike other transfers it is not all
-        queued when the call returns: it goes on in a thread, no stream waits for it, and its blocks on both sides
-        belong to it until it has ended. What others do not bring in time comes over this process's own link.
+        Starts after the work that is queued now on the stream `after`; None: on the device's compute stream. Unlike
+        other transfers it is not all queued when the call returns: it goes on in a thread, no stream waits for it, and
+        its blocks on both sides belong to it until it has ended. What others do not bring in time comes over this
+        process's own link. Which blocks failed is in failed_positions; pools do not pass it on, as they do else,
+        because other processes write to the same blocks.
 
         shared: a name for this load, if other members load the same host blocks to GPUs of their own: each brings a
         part from the host, and takes the others' parts from their GPUs. generation: a number of the caller; a name and
@@ -86,7 +100,7 @@ class Member:
         IndexError: a block that does not exist. ValueError: a destination named twice, or lists of unequal length.
         QueueFull: too many unfinished transfers.
         """
-        return self._core.submit("H2D", host_ids, gpu_ids, *self._named(shared, generation, ranks))
+        return self._core.submit("H2D", host_ids, gpu_ids, *self._named(shared, generation, ranks), after)
 
     def store(
         self,
@@ -96,6 +110,7 @@ class Member:
         shared: str | None = None,
         generation: int = 0,
         ranks: Sequence[int] | None = None,
+        after: StreamLike | None = None,
     ) -> ShareTransfer:
         """Copy GPU block gpu_ids[i] to host block host_ids[i]. As load(). A store that a member took part in that has
         stopped without ending, as by SIGSTOP, does not end before that process goes on or ends: it may still write.
@@ -104,7 +119,7 @@ class Member:
         if its part was written: failed_positions names those of a member that failed, did not call within
         join(store_wait=) seconds, or called with other host_ids or ranks. Ask every member before a hit is promised.
         """
-        return self._core.submit("D2H", host_ids, gpu_ids, *self._named(shared, generation, ranks))
+        return self._core.submit("D2H", host_ids, gpu_ids, *self._named(shared, generation, ranks), after)
 
     def _named(self, name: str | None, generation: int, ranks: Sequence[int] | None) -> tuple[int, int, int]:
         """key, ranks as a mask, own rank; key 0: not shared."""
@@ -180,12 +195,43 @@ def join(
     if not gpus:
         raise ValueError("gpu has no pools: at least one is needed")
     hosts = _pools_of(memory, len(gpus)) if host is None else (host,) if isinstance(host, _C.Pool) else tuple(host)
+    place = Place(memory.ptr, memory.slot_nbytes, memory.num_blocks, memory.path, memory.generation)
+    return join_at(
+        group,
+        rank,
+        place,
+        gpus,
+        hosts,
+        lend=lend,
+        slots=slots,
+        piece_nbytes=piece_nbytes,
+        share=share,
+        stall=stall,
+        share_wait=share_wait,
+        store_wait=store_wait,
+    )
+
+
+def join_at(
+    group: str,
+    rank: int,
+    place: Place,
+    gpus: tuple[_C.Pool, ...],
+    hosts: tuple[_C.Pool, ...],
+    *,
+    lend: bool = True,
+    slots: int = 4,
+    piece_nbytes: int = 4 << 20,
+    share: float = 1.0,
+    stall: float = 0.02,
+    share_wait: float = 0.002,
+    store_wait: float = 1.0,
+) -> Member:
+    """join(), for memory that is no SharedPool: an engine's."""
     core = _C._Share(
         hosts,
         gpus,
-        memory.ptr,
-        memory.slot_nbytes,
-        memory.num_blocks,
+        *place[:3],
         int(piece_nbytes),
         int(slots),
         bool(lend),
@@ -194,7 +240,7 @@ def join(
         float(share_wait),
         float(store_wait),
     )
-    meeting = Meeting(core, group, rank, memory, bool(lend))
+    meeting = Meeting(core, group, rank, place.path, place.generation, bool(lend))
     member = Member(core, meeting, group, rank)
     if not _members:
         atexit.register(_close_all)  # before the devices are shut down, which open earlier

@@ -40,14 +40,15 @@ _BACKLOG = 16
 class Meeting:
     """Makes the links of a member until close(). kvswap.Error: another process has the rank."""
 
-    def __init__(self, core: _C._Share, group: str, rank: int, memory: _C.SharedPool, lends: bool) -> None:
+    def __init__(self, core: _C._Share, group: str, rank: int, path: str, generation: int, lends: bool) -> None:
+        """path, generation: of the memory on the host, the same for all members that have mapped it."""
         self._core, self._group, self._rank = core, group, rank
         self._folder = prepare_folder()
         block, blocks, slot, _, slots = core.form()
         pid = os.getpid()
         start = start_time(pid).encode()
-        path = memory.path.encode()
-        self._hello = _HELLO.pack(_MAGIC, rank, slots, pid, start, lends, memory.generation, blocks, block, slot, path)
+        memory = generation, blocks, block, slot, path.encode()
+        self._hello = _HELLO.pack(_MAGIC, rank, slots, pid, start, lends, *memory)
         self._agreed = self._hello[_AGREED:]
         self._said: set[str] = set()
         self._listening = self._listen()

@@ -415,6 +415,31 @@ def test_what_the_own_driver_refuses(here: Here, other: Other, operation: str, e
     here.check_load(BLOCKS), here.check_store(BLOCKS)
 
 
+def test_a_failure_is_the_jobs_alone(here: Here) -> None:
+    """The pools do not pass it on: others write the same blocks, of which this process's pools know nothing."""
+    host, gpu = np.arange(BLOCKS), np.arange(BLOCKS)[::-1].copy()
+    with testing.fault(here.device, "copy", "fail", nth=1, every=1):
+        for transfer in (here.member.load(host, gpu), here.member.store(gpu, host)):
+            until(transfer.done)
+            assert transfer.failed_positions.size == BLOCKS
+    here.fill()
+    store = here.member.store(gpu, host)
+    store.wait(PATIENCE)
+    assert all(np.array_equal(here.memory.layer(layer)[host], here.gpu(layer)[gpu]) for layer in range(LAYERS))
+    here.member.load(host, gpu).wait(PATIENCE)
+
+
+def test_it_starts_after_a_stream(here: Here) -> None:
+    stream = kvswap.Stream(here.device)
+    new = here.rng.integers(0, 256, 40 * PAGE, dtype=np.uint8)
+    testing.delay(here.device, 0.3, stream)
+    kvswap.swap_blocks_batch([new.ctypes.data], [here.buffers[0].ptr], [new.size], stream=stream, device=here.device)
+    here.member.store(np.arange(40), np.arange(40), after=stream).wait(PATIENCE)
+    assert np.array_equal(here.memory.layer(0)[:40].ravel(), new)
+    with pytest.raises(TypeError, match="after must be a stream"):
+        here.member.load([1], [1], after="stream")
+
+
 def test_a_lender_closes_its_pool(here: Here, other: Other) -> None:
     """Closing waits for what it brings; then it brings nothing."""
     closing = threading.Timer(0.02, other.ask, args=["memory.close(30, force=True)"])
