@@ -14,51 +14,16 @@
 #include <unistd.h>
 
 #include "base/maps.h"
-#include "host/device.h"
-
-static int passed, failed;
-static bool good; /* of the test that runs */
-
-#define CHECK(condition)                                                                                               \
-  do {                                                                                                                 \
-    if (!(condition)) {                                                                                                \
-      printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                                                           \
-      good = false;                                                                                                    \
-    }                                                                                                                  \
-  } while (0)
-
-#define OK(call)                                                                                                       \
-  do {                                                                                                                 \
-    struct kvs_error err = {0};                                                                                        \
-    if ((call) != KVS_OK) {                                                                                            \
-      printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, err.message);                                               \
-      good = false;                                                                                                    \
-    }                                                                                                                  \
-  } while (0)
+#include "host_device.h"
 
 #define REFUSED(wanted_status, wanted_code, call)                                                                      \
   do {                                                                                                                 \
     struct kvs_error err = {0};                                                                                        \
     int status = (call);                                                                                               \
-    if (status != (wanted_status) || err.code != (wanted_code)) {                                                      \
-      printf("%s:%d: %s: status %d code %d: %s\n", __FILE__, __LINE__, #call, status, err.code, err.message);          \
-      good = false;                                                                                                    \
-    }                                                                                                                  \
+    CHECK(status == (wanted_status) && err.code == (wanted_code), "%d, code %d: %s", status, err.code, err.message);   \
   } while (0)
 
-static uint64_t address(const void *pointer) { return (uint64_t)(uintptr_t)pointer; }
-
-static struct kvs_device *open_device(uint64_t seed) {
-  struct kvs_error err;
-  struct kvs_device *device = NULL;
-  if (kvs_device_host_open(0, seed, &device, &err)) {
-    printf("open: %s\n", err.message);
-    exit(1);
-  }
-  return device;
-}
-
-static kvs_stream make_stream(struct kvs_device *device, int priority) {
+static kvs_stream make_stream_of(struct kvs_device *device, int priority) {
   kvs_stream stream = 0;
   OK(kvs_dev_stream_create(device, priority, &stream, &err));
   return stream;
@@ -68,18 +33,6 @@ static kvs_event make_event(struct kvs_device *device, bool timing) {
   kvs_event event = 0;
   OK(kvs_dev_event_create(device, timing, &event, &err));
   return event;
-}
-
-static void delay(struct kvs_device *device, uint64_t ns, kvs_stream stream) {
-  struct kvs_delay_params params = {ns};
-  struct kvs_launch launch = {KVS_KERNEL_DELAY, 1, 1, 0, &params, sizeof params};
-  OK(kvs_dev_launch(device, &launch, stream, &err));
-}
-
-static uint64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 static int query_event(struct kvs_device *device, kvs_event event) {
@@ -92,7 +45,7 @@ static int query_event(struct kvs_device *device, kvs_event event) {
 static void order_within(uint64_t seed) {
   enum { N = 64, SIZE = 5000 };
   struct kvs_device *device = open_device(seed);
-  kvs_stream stream = make_stream(device, 0);
+  kvs_stream stream = make_stream(device);
   unsigned char *chain = calloc(N + 1, SIZE);
   memset(chain, 7, SIZE);
   for (size_t i = 0; i < N; i++)
@@ -108,7 +61,7 @@ static void order_within(uint64_t seed) {
 static void order_across(uint64_t seed) {
   enum { HOPS = 30 };
   struct kvs_device *device = open_device(seed);
-  kvs_stream streams[2] = {make_stream(device, 0), make_stream(device, -5)};
+  kvs_stream streams[2] = {make_stream(device), make_stream_of(device, -5)};
   kvs_event event = make_event(device, false); /* recorded anew for each hop: earlier waits must not move */
   uint64_t values[HOPS + 1] = {42};
   for (int i = 0; i < HOPS; i++) {
@@ -135,11 +88,11 @@ static void test_order(void) {
 /* Streams without events between them are in no order: a free one overtakes a delayed one. */
 static void test_overtake(void) {
   struct kvs_device *device = open_device(0);
-  kvs_stream slow = make_stream(device, 0), fast = make_stream(device, 0);
+  kvs_stream slow = make_stream(device), fast = make_stream(device);
   uint64_t one = 1, slow_value = 0, fast_value = 0;
   kvs_event slow_done = make_event(device, false), fast_done = make_event(device, false);
   uint64_t begin = now_ns();
-  for (int i = 0; i < 8; i++) delay(device, 1000000, make_stream(device, -5)); /* delays occupy nobody */
+  for (int i = 0; i < 8; i++) delay(device, 1000000, make_stream_of(device, -5)); /* delays occupy nobody */
   delay(device, 50000000, slow);
   OK(kvs_dev_copy(device, address(&slow_value), address(&one), 8, slow, &err));
   OK(kvs_dev_event_record(device, slow_done, slow, &err));
@@ -156,7 +109,7 @@ static void test_overtake(void) {
 
 static void test_events(void) {
   struct kvs_device *device = open_device(0);
-  kvs_stream a = make_stream(device, 0), b = make_stream(device, 0);
+  kvs_stream a = make_stream(device), b = make_stream(device);
   kvs_event event = make_event(device, true), end = make_event(device, true), plain = make_event(device, false);
   uint64_t ns = 0, one = 1, target = 0;
   CHECK(query_event(device, event) == KVS_OK); /* never recorded: reached */
@@ -170,7 +123,7 @@ static void test_events(void) {
   REFUSED(KVS_NOT_READY, 600, kvs_dev_event_elapsed(device, event, end, &ns, &err));
   /* b waits for the end on a; recording the event again on an idle stream must not let it go early. */
   OK(kvs_dev_stream_wait(device, b, end, &err));
-  OK(kvs_dev_event_record(device, end, make_stream(device, 0), &err));
+  OK(kvs_dev_event_record(device, end, make_stream(device), &err));
   OK(kvs_dev_copy(device, address(&target), address(&one), 8, b, &err));
   while (query_event(device, end) == KVS_NOT_READY) usleep(100);
   REFUSED(KVS_NOT_READY, 600, kvs_dev_stream_query(device, b, &err));
@@ -218,11 +171,11 @@ static void test_streams(void) {
   pthread_join(thread, &theirs);
   CHECK(address(theirs) != mine);
 
-  kvs_stream stream = make_stream(device, 99);
+  kvs_stream stream = make_stream_of(device, 99);
   CHECK(stream >= 16);
   OK(kvs_dev_stream_info(device, stream, &first, &err));
   OK(kvs_dev_stream_destroy(device, stream, &err));
-  CHECK(make_stream(device, -99) == stream); /* handles come back, ids do not */
+  CHECK(make_stream_of(device, -99) == stream); /* handles come back, ids do not */
   OK(kvs_dev_stream_info(device, stream, &second, &err));
   CHECK(first.id != second.id);
   REFUSED(KVS_REFUSED, 400, kvs_dev_stream_query(device, 3, &err));
@@ -237,7 +190,7 @@ static bool high_ends_first(uint64_t seed) {
   enum { STREAMS = 9, SIZE = 1 << 18 };
   const int rounds = seed ? 20 : 200;
   struct kvs_device *device = open_device(seed);
-  kvs_stream opener = make_stream(device, 0), streams[STREAMS];
+  kvs_stream opener = make_stream(device), streams[STREAMS];
   kvs_event gate = make_event(device, false), ends[2] = {make_event(device, true), make_event(device, true)};
   unsigned char *memory = calloc(STREAMS + 1, SIZE);
   uint32_t all_queued = 0;
@@ -245,7 +198,7 @@ static bool high_ends_first(uint64_t seed) {
   OK(kvs_dev_wait32(device, address(&all_queued), 1, opener, &err));
   OK(kvs_dev_event_record(device, gate, opener, &err));
   for (size_t i = 0; i < STREAMS; i++) {
-    streams[i] = make_stream(device, i == 0 ? 0 : -5);
+    streams[i] = make_stream_of(device, i == 0 ? 0 : -5);
     OK(kvs_dev_stream_wait(device, streams[i], gate, &err));
     for (int j = 0; j < rounds; j++)
       OK(kvs_dev_copy(device, address(memory + (i + 1) * SIZE), address(memory), SIZE, streams[i], &err));
@@ -276,7 +229,7 @@ static uint64_t replay(uint64_t seed, uint64_t *trace) {
   uint64_t dst[4], src[4], nbytes[4] = {8, 8, 8, 8};
   struct kvs_copies batch = {dst, src, nbytes, NULL, 4, 4};
   kvs_event event = make_event(device, false);
-  for (size_t i = 0; i < STREAMS; i++) streams[i] = make_stream(device, -(int)i);
+  for (size_t i = 0; i < STREAMS; i++) streams[i] = make_stream_of(device, -(int)i);
   for (uint64_t i = 0; i < N; i++) values[i] = i + 1;
   for (size_t i = 0; i < N; i++) { /* everybody writes one cell, and reads what is there into a slot */
     for (size_t j = 0; j < 4; j++) {
@@ -298,17 +251,17 @@ static uint64_t replay(uint64_t seed, uint64_t *trace) {
 }
 
 static void test_replay(void) {
-  enum { SEEDS = 50 };
-  uint64_t traces[SEEDS], outcomes[SEEDS], again;
+  enum { REPLAYS = 50 };
+  uint64_t traces[REPLAYS], outcomes[REPLAYS], again;
   int differ = 0;
-  for (uint64_t seed = 0; seed < SEEDS; seed++) {
+  for (uint64_t seed = 0; seed < REPLAYS; seed++) {
     outcomes[seed] = replay(seed + 1, &traces[seed]);
     CHECK(replay(seed + 1, &again) == outcomes[seed]);
     CHECK(again == traces[seed]);
     for (uint64_t other = 0; other < seed; other++) CHECK(traces[other] != traces[seed]);
     differ += outcomes[seed] != outcomes[0];
   }
-  CHECK(differ > SEEDS / 2);
+  CHECK(differ > REPLAYS / 2);
   struct kvs_device *device = open_device(0);
   CHECK(kvs_host_step(device, 1) == -1);
   kvs_dev_close(device);
@@ -317,7 +270,7 @@ static void test_replay(void) {
 static void test_deadlock(void) {
   for (uint64_t seed = 1; seed < 10; seed++) {
     struct kvs_device *device = open_device(seed);
-    kvs_stream stream = make_stream(device, 0), other = make_stream(device, 0);
+    kvs_stream stream = make_stream(device), other = make_stream(device);
     kvs_event event = make_event(device, false);
     uint32_t word = 0;
     struct kvs_error error;
@@ -327,11 +280,11 @@ static void test_deadlock(void) {
     CHECK(kvs_dev_synchronize(device, &error) == KVS_INTERNAL && strstr(error.message, "deadlock: nothing can run"));
     CHECK(query_event(device, event) == KVS_INTERNAL);
     CHECK(kvs_dev_stream_query(device, other, &error) == KVS_INTERNAL);
-    delay(device, 3000000, make_stream(device, 0)); /* a delay is no deadlock: virtual time gets there */
+    delay(device, 3000000, make_stream(device)); /* a delay is no deadlock: virtual time gets there */
     int status;
     while ((status = query_event(device, event)) == KVS_NOT_READY) continue;
     CHECK(status == KVS_INTERNAL);
-    OK(kvs_dev_write32(device, address(&word), 1, make_stream(device, 0), &err));
+    OK(kvs_dev_write32(device, address(&word), 1, make_stream(device), &err));
     OK(kvs_dev_synchronize(device, &err));
     CHECK(query_event(device, event) == KVS_OK);
     kvs_dev_close(device);
@@ -342,10 +295,10 @@ static void test_deadlock(void) {
 
 static void test_words(void) {
   struct kvs_device *device = open_device(0);
-  kvs_stream waiting = make_stream(device, 0), writing = make_stream(device, 0);
+  kvs_stream waiting = make_stream(device), writing = make_stream(device);
   uint32_t words[2] = {0, UINT32_MAX};
   uint64_t one = 1, target = 0;
-  for (int i = 0; i < 6; i++) OK(kvs_dev_wait32(device, address(&words[0]), 5, make_stream(device, -5), &err));
+  for (int i = 0; i < 6; i++) OK(kvs_dev_wait32(device, address(&words[0]), 5, make_stream_of(device, -5), &err));
   OK(kvs_dev_wait32(device, address(&words[0]), 5, waiting, &err));
   OK(kvs_dev_copy(device, address(&target), address(&one), 8, waiting, &err));
   OK(kvs_dev_write32(device, address(&words[0]), 4, writing, &err));
@@ -444,7 +397,7 @@ static void test_ordinary(void) {
 
 static void test_maps(void) {
   struct kvs_mapping fast, slow;
-  uint64_t addresses[] = {address(&passed), address(&fast), address((const void *)"text"), 0, UINT64_MAX, 4096};
+  uint64_t addresses[] = {address(&checks_passed), address(&fast), address((const void *)"text"), 0, UINT64_MAX, 4096};
   for (size_t i = 0; i < sizeof addresses / sizeof *addresses; i++) {
     bool found = kvs_mapping_find(addresses[i], &fast);
     CHECK(found == kvs_mapping_parse(addresses[i], &slow));
@@ -507,7 +460,7 @@ static void test_seams(void) {
   uint64_t dst = gpu, src = base + 10, nbytes = SIZE;
   struct kvs_copies one = {&dst, &src, &nbytes, NULL, 1, 1};
   OK(kvs_dev_copy_direct(device, &one, 0, &err));
-  REFUSED(KVS_REFUSED, 1, kvs_dev_copy_batch(device, &one, 0, 1, make_stream(device, 0), &err));
+  REFUSED(KVS_REFUSED, 1, kvs_dev_copy_batch(device, &one, 0, 1, make_stream(device), &err));
 
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 5, 10, &err));
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 2 * SIZE - 1, 10, &err));
@@ -529,7 +482,7 @@ static void test_batch(void) {
   enum { N = 100 };
   for (uint64_t seed = 0; seed < 3; seed++) {
     struct kvs_device *device = open_device(seed);
-    kvs_stream stream = make_stream(device, 0);
+    kvs_stream stream = make_stream(device);
     uint64_t gpu = 0, dst[N], src[N], nbytes[N], values[N], landed[N];
     struct kvs_copies batch = {dst, src, nbytes, NULL, N, N};
     OK(kvs_dev_alloc(device, 8 * N, &gpu, &err));
@@ -620,7 +573,7 @@ static void test_fill_and_launch(void) {
 
 static void test_capture(void) {
   struct kvs_device *device = open_device(0);
-  kvs_stream stream = make_stream(device, 0), other = make_stream(device, 0);
+  kvs_stream stream = make_stream(device), other = make_stream(device);
   kvs_event event = make_event(device, false);
   struct kvs_stream_info info = {0};
   uint64_t from = 5, to = 0, other_to = 0;
@@ -644,7 +597,7 @@ static void test_capture(void) {
 static void test_loss(void) {
   for (uint64_t seed = 0; seed < 3; seed++) {
     struct kvs_device *device = open_device(seed);
-    kvs_stream stream = make_stream(device, 0), other = make_stream(device, 0);
+    kvs_stream stream = make_stream(device), other = make_stream(device);
     kvs_event event = make_event(device, false);
     uint64_t gpu = 0, from = 1, to = 0;
     uint32_t never = 0;
@@ -678,7 +631,7 @@ static void test_loss_while_waiting(void) {
   pthread_t thread;
   void *status;
   uint32_t never = 0;
-  OK(kvs_dev_wait32(device, address(&never), 1, make_stream(device, 0), &err));
+  OK(kvs_dev_wait32(device, address(&never), 1, make_stream(device), &err));
   pthread_create(&thread, NULL, wait_lost, device);
   usleep(5000);
   atomic_store(&device->lost, KVS_DRIVER_LAUNCH_FAILED);
@@ -690,11 +643,11 @@ static void test_loss_while_waiting(void) {
 /* Closing with work left drops it. */
 static void test_close_busy(void) {
   struct kvs_device *device = open_device(0);
-  kvs_stream stream = make_stream(device, 0);
+  kvs_stream stream = make_stream(device);
   uint64_t gpu = 0;
   uint32_t never = 0;
   OK(kvs_dev_alloc(device, 1 << 20, &gpu, &err));
-  OK(kvs_dev_fill(device, gpu, 1, 1 << 18, make_stream(device, 0), &err));
+  OK(kvs_dev_fill(device, gpu, 1, 1 << 18, make_stream(device), &err));
   OK(kvs_dev_wait32(device, address(&never), 1, stream, &err));
   OK(kvs_dev_event_record(device, make_event(device, false), stream, &err));
   OK(kvs_dev_stream_destroy(device, stream, &err));
@@ -804,7 +757,7 @@ static void test_direct(void) {
       src[i] = address(from + i * SIZE);
       nbytes[i] = SIZE;
     }
-    kvs_stream stream = make_stream(device, 0);
+    kvs_stream stream = make_stream(device);
     OK(kvs_dev_copy_direct(device, &list, stream, &err));
     OK(kvs_dev_copy(device, address(to), address(from), SIZE, stream, &err)); /* after the whole list */
     OK(kvs_dev_synchronize(device, &err));
@@ -896,11 +849,9 @@ int main(void) {
       {"threads", test_threads},
   };
   for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
-    good = true;
+    int before = checks_failed;
     tests[i].run();
-    *(good ? &passed : &failed) += 1;
-    if (!good) printf("FAILED: %s\n", tests[i].name);
+    if (checks_failed != before) printf("FAILED: %s\n", tests[i].name);
   }
-  printf("%d passed, %d failed\n", passed, failed);
-  return failed ? 1 : 0;
+  return check_close();
 }
