@@ -1,5 +1,32 @@
 /* What the bindings use beyond the C surface: not stable, and not installed. A label names the file that defines the
- * functions below it, and a line says why they are private. */
+ * functions below it, and a line says why they are private. The bindings also include these headers of the core:
+ *
+ *   base/crc32c.h         the name of the CRC's implementation, for FileStore.info
+ *   base/fork.h           the thread behind `await` starts anew in the child of a fork
+ *   base/thread.h         a call on a thread of its own, while Python looks for signals
+ *   base/wait.h           waits in slices, and the callback that looks for signals
+ *   cuda/fatbin.h         which GPUs the kernels were built for, for `kvswap info`
+ *   cuda/info.h           GPUs that are not open, for devices() and Device()
+ *   device/device.h       streams and events, of which a C program has the driver's own
+ *   device/faults.h       for kvswap._testing only, as files/gds.h, host/device.h and paths/predict.h
+ *   device/share.h        events of other processes
+ *   engine/metrics.h      numbers of all engines at once, for kvswap.metrics
+ *   engine/pattern.h      bytes that a test or a replay can check
+ *   files/disk.h          the tier DISK of kvswap.trtllm.batched_copy
+ *   files/engine_uring.h  whether io_uring works here, for `kvswap doctor`
+ *   files/gds.h           see device/faults.h
+ *   files/store.h         numbers of all stores at once, for kvswap.metrics
+ *   host/device.h         see device/faults.h
+ *   hostpool/budget.h     memory that the machine can give, for `kvswap doctor` and replay
+ *   hostpool/metrics.h    numbers of all host pools at once, for kvswap.metrics
+ *   paths/calibration.h   files of kvswap.calibrate
+ *   paths/costs_default.h the built-in costs, for kvswap.calibrate
+ *   paths/names.h         the names of paths in messages
+ *   paths/predict.h       see device/faults.h
+ *   remote/exit.h         the end of a process with open clients of Mooncake, which only Python opens
+ *   remote/header.h       headers of blocks in Mooncake's memory, whose client is Python's
+ *   share/share.h         kvswap.share: sharing links between the ranks of an engine, which are Python's processes
+ */
 #ifndef KVS_PRIVATE_H
 #define KVS_PRIVATE_H
 

@@ -90,6 +90,13 @@ def test_only_cuda_files_know_cuda_types() -> None:
     assert names([path for path in SOURCES if not is_cuda(path) and headers & set(includes(path))]) == []
 
 
+def test_what_the_bindings_include_of_the_core_has_a_reason() -> None:
+    """In private.h, one list: a C user lacks what is in it."""
+    found = {name for path in BINDINGS for name in includes(path) if "/" in name and (CSRC / name).exists()}
+    listed = re.findall(r"^ \*   ([a-z]+/\w+\.h) +\S.*$", (CSRC / "private.h").read_text(), re.MULTILINE)
+    assert listed == sorted(name for name in found if not name.startswith("py/"))
+
+
 def test_numpy_is_used_in_one_file() -> None:
     users = [path for path in SOURCES if re.search(r"numpy/|\bPyArray_|\bNPY_", path.read_text())]
     assert names(users) == ["csrc/py/arrays.c"]
