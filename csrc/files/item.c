@@ -409,7 +409,7 @@ static void unwritten_locked(struct kvs_file_item *item) {
   kvs_file_item_finish_locked(item, KVS_FILE, item->code);
 }
 
-static void put_ended_locked(struct kvs_file_item *item, int code) {
+static void store_ended_locked(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
   switch (item->phase) {
@@ -446,7 +446,7 @@ static void put_ended_locked(struct kvs_file_item *item, int code) {
   }
 }
 
-static void drop_ended_locked(struct kvs_file_item *item, int code) {
+static void delete_ended_locked(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
   if (code) {
@@ -509,7 +509,7 @@ static bool remove_lost_locked(struct kvs_file_item *item, int status, int code)
   return true;
 }
 
-static void get_erased_locked(struct kvs_file_item *item, int code) {
+static void load_erased_locked(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   if (code)
     lose_slot_locked(store, item->entry, item->slot);
@@ -528,7 +528,7 @@ static bool read_again(struct kvs_file_item *item) {
   return true;
 }
 
-static void get_ended(struct kvs_file_item *item, int code) {
+static void load_ended(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   const bool erased = item->phase == KVS_FILE_SCRUB_OWN;
   int status = code ? KVS_FILE : erased ? KVS_OK : read_ended(item);
@@ -542,7 +542,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
   kvs_file_lock_current(store);
   bool lost = status == KVS_DAMAGED || status == KVS_MISSING || (code && is_unreadable(code));
   if (erased)
-    get_erased_locked(item, code);
+    load_erased_locked(item, code);
   else if (!lost || !remove_lost_locked(item, status, code ? code : item->code))
     kvs_file_item_finish_locked(item, status, code ? code : item->code);
   kvs_file_run_ready_locked(store);
@@ -562,10 +562,10 @@ static int flush(struct kvs_file_item *item, const struct kvs_file_span *whole) 
 static void end(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   if (reads(item)) {
-    get_ended(item, code);
+    load_ended(item, code);
     return;
   }
-  bool put = item->transfer->kind == KVS_FILE_STORE, written = put && item->phase == KVS_FILE_TRANSFER;
+  bool stores = item->transfer->kind == KVS_FILE_STORE, written = stores && item->phase == KVS_FILE_TRANSFER;
   if (!code && written) {
     const int fd = item->request.span.fd;
     kvs_file_span_of_page(item, item->slot, NULL);
@@ -573,10 +573,10 @@ static void end(struct kvs_file_item *item, int code) {
     code = flush(item, &item->request.span);
   }
   kvs_file_lock_current(store);
-  if (put)
-    put_ended_locked(item, code);
+  if (stores)
+    store_ended_locked(item, code);
   else
-    drop_ended_locked(item, code);
+    delete_ended_locked(item, code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
   if (written) kvs_file_checkpoint_if_due(store); /* the item may have been freed */
