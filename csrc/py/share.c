@@ -61,6 +61,10 @@ static PyObject *transfer_direction(PyObject *self, void *Py_UNUSED(ignored)) {
   return PyUnicode_FromString(info_now(self).direction == KVS_D2H ? "D2H" : "H2D");
 }
 
+static PyObject *transfer_path(PyObject *Py_UNUSED(self), void *Py_UNUSED(ignored)) {
+  return PyUnicode_FromString("share");
+}
+
 static PyObject *transfer_repr(PyObject *self) {
   struct kvs_share_job_info info = info_now(self);
   return PyUnicode_FromFormat("<kvswap.share.ShareTransfer %s of %llu block%s, %s>",
@@ -75,6 +79,7 @@ PyDoc_STRVAR(transfer_doc,
 static PyGetSetDef transfer_getset[] = {
     {"by_others", transfer_by_others, NULL, "int: bytes that came over links of other members so far.", NULL},
     {"direction", transfer_direction, NULL, "str: 'H2D' of a load, 'D2H' of a store.", NULL},
+    {"path", transfer_path, NULL, "str: 'share': several links, for counts by path.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot transfer_slots[] = {

@@ -1,6 +1,6 @@
 /* Links shared by processes: a member of a group brings pieces of others' transfers over its own link (state.h says
- * how). The members know each other by rank; who they are and how they meet is the caller's. Private until engines use
- * it: kvswap.share is the public form. */
+ * how). The members know each other by rank; who they are and how they meet is the caller's. Private:
+ * kvswap.share is the public form. */
 #ifndef KVS_SHARE_SHARE_H
 #define KVS_SHARE_SHARE_H
 

@@ -116,7 +116,7 @@ def layout_of(
     return coded_layout(*places, codings=codings, remember_failures=remember_failures, layer_parts=layer_parts)
 
 
-class _Memory:
+class MemoryOf:
     """An address for a pool, which holds the object, and so what is held here."""
 
     def __init__(self, ptr: int, hold: object) -> None:
@@ -159,7 +159,7 @@ class CodedMap:
                 (self._cpu, cpu.ptr, count, coding.coded_nbytes, step, coding),
             ):
                 group = pools[0] if pools else None
-                memory: Any = _Memory(ptr, hold)
+                memory: Any = MemoryOf(ptr, hold)
                 pools.append(_C.Pool(device, memory, blocks, nbytes, stride=stride, group=group, coding=how))
         self._stream = _C.Stream(device)  # carries no work
         self._last: dict[int, _C.Transfer] = {}  # of each lane

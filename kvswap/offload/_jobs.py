@@ -16,6 +16,8 @@ from kvswap.offload import _counts
 from kvswap.offload._coded import CodedMap, layout_of
 from kvswap.offload._layers import Places, by_parts, places_of, wait_here, waits_of
 from kvswap.offload._layout import (
+    AnyLayout,
+    AnyMap,
     SharedMap,
     checked_parts,
     device_of,
@@ -23,11 +25,13 @@ from kvswap.offload._layout import (
     is_torch,
     take_map,
 )
+from kvswap.offload._member import MemberMap, Share, member_layout
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
 
 if TYPE_CHECKING:
     from kvswap.codecs import Coding
+    from kvswap.share import Member
     from kvswap.typing import DeviceLike
 
 _logger = logger("kvswap.offload")
@@ -45,7 +49,7 @@ class Job:
     """A submitted job that is not collected."""
 
     job_id: int
-    transfers: list[_C.Transfer]
+    transfers: list[_C.Transfer]  # with share=, ShareTransfers, which no stream waits for
     num_bytes: int
     submitted: float  # time.monotonic()
     error: BaseException | None = None  # of a part that could not be queued
@@ -102,7 +106,7 @@ class Deadline:
         return None if self.end is None else max(0.0, self.end - time.monotonic())
 
 
-def _wait(transfer: _C.Transfer, deadline: Deadline, what: str) -> None:
+def _wait(transfer: _C.Transfer | _C.ShareTransfer, deadline: Deadline, what: str) -> None:
     """Wait for the end of a transfer, well or not. Logs every ten seconds. TimeoutError."""
     begin = time.monotonic()
     while True:
@@ -119,6 +123,16 @@ def _wait(transfer: _C.Transfer, deadline: Deadline, what: str) -> None:
             if not transfer.done():
                 raise  # in the child of a fork() the transfer never ends
             return  # the job's result reports the error
+
+
+def _refuse_beside_share(coded: bool, canonical: bool, cut: bool, moves: dict[str, Any]) -> None:
+    """ValueError: what does not go with share=."""
+    given = [name for name, value in moves.items() if value not in (None, "auto")]
+    given += [
+        name for name, value in (("codings", coded), ("canonical_layout", canonical), ("layer_parts", cut)) if value
+    ]
+    if given:
+        raise ValueError(f"share: {given[0]} does not apply to transfers that ranks share")
 
 
 class SingleDirectionOffloadingHandler:
@@ -145,6 +159,9 @@ class SingleDirectionOffloadingHandler:
     path, priority, max_ctas, pace_gbps: as for kvswap.swap_blocks_batch.
     codings: kvswap.codecs.Coding of each tensor: a block's page_size_bytes are coded on the way, and a block of a CPU
       tensor has coded_nbytes bytes. Blocks that do not fit are in the TransferResult's not_stored. None: not coded.
+    share: None, or the ranks that hold the same cache (docs/share.md): they have the same CPU tensors, and each calls
+      every load with the same job_id; one of them calls the stores. Then a job is not all queued in the call, jobs of
+      a handler are not ordered, and a block belongs to its job until that has ended; path to pace_gbps do not apply.
 
     Order. A job starts after all work on the compute stream at its submission, after the earlier jobs of its handler,
     and after transfers of any handler of the same tensors on the same blocks. When transfer_async() returns, the whole
@@ -179,6 +196,7 @@ class SingleDirectionOffloadingHandler:
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
         codings: Sequence[Coding] | None = None,
+        share: Share | None = None,
     ) -> None:
         del host_memory_is_pinned  # kvswap asks the driver
         factor = block_size_factor if block_size_factor is not None else blocks_per_chunk
@@ -195,7 +213,12 @@ class SingleDirectionOffloadingHandler:
         self._cut = codings is None and any(len(ranges) > 1 for ranges in self.layer_parts)
         places = self._device.name, gpu_tensors, cpu_tensors, int(factor), refs
         parts = self.layer_parts if self._cut or codings is not None else ()
-        layout = layout_of(places, codings, canonical_layout, remember_failures, parts)
+        moves = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
+        if share is not None:
+            _refuse_beside_share(codings is not None, canonical_layout, self._cut, moves)
+            layout: AnyLayout = member_layout(*places, share)
+        else:
+            layout = layout_of(places, codings, canonical_layout, remember_failures, parts)
         self.gpu_to_cpu = bool(gpu_to_cpu)
         self.blocks_per_chunk = int(factor)
         self.kv_cache_groups_data_refs = self.layer_refs_per_group = refs
@@ -205,12 +228,7 @@ class SingleDirectionOffloadingHandler:
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]
         self._compute = compute_stream or current_stream_of(gpu_tensors[0], self._device)
-        self._options: dict[str, Any] = {
-            "path": path,
-            "priority": priority,
-            "max_ctas": max_ctas,
-            "pace_gbps": pace_gbps,
-        }
+        self._options: dict[str, Any] = moves
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only; its id names this queue's lane
         self._what = "store" if gpu_to_cpu else "load"
         self._submitting = threading.Lock()
@@ -221,7 +239,7 @@ class SingleDirectionOffloadingHandler:
         # Last: the map counts its users, and a handler whose constructor failed would not release it.
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
-        self._map: _C.OffloadMap | CodedMap | None = shared.map
+        self._map: AnyMap | None = shared.map
         self._order = by_parts(shared.map.order, layout.numbers)
         self._places: dict[tuple[bool, ...], tuple[int, Places] | None] = {}  # by groups that have blocks
         _counts.add_handler(self)
@@ -230,6 +248,11 @@ class SingleDirectionOffloadingHandler:
     def device(self) -> _C.Device:
         """The device of the jobs."""
         return self._device
+
+    @property
+    def member(self) -> Member | None:
+        """The member of a group by which the jobs go; None: without share=."""
+        return self._map.member if isinstance(self._map, MemberMap) else None
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
@@ -294,10 +317,12 @@ class SingleDirectionOffloadingHandler:
         with self._lock:
             self._transfers.append(job)
 
-    def _submit(self, target: _C.OffloadMap | CodedMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
+    def _submit(self, target: AnyMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
         """Submit the rest of a job. False: the queue is full, and the job continues later."""
         compute, options = self._compute(), self._options
-        in_parts = job.layered and self._cut and options["path"] == "auto"
+        if isinstance(target, MemberMap):
+            options = {"job": job.job_id}
+        in_parts = job.layered and self._cut and self._options["path"] == "auto"
         try:
             transfers, job.next_part, error = target.submit(
                 *lists,
@@ -341,6 +366,10 @@ class SingleDirectionOffloadingHandler:
             job = next((job for job in self._transfers if job.job_id == job_id), None)
         if job is None:
             return
+        if isinstance(self._map, MemberMap):
+            raise ValueError(
+                f"job {job_id} is shared: it is not all queued on the device, so that no stream waits for it"
+            )
         stream, failed = self._compute(), None
         for transfer, layer in waits_of(job.transfers, job.places, tensors if job.layered else None):
             try:

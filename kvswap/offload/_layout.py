@@ -18,6 +18,7 @@ from kvswap import _C
 
 if TYPE_CHECKING:
     from kvswap.offload._coded import CodedLayout, CodedMap
+    from kvswap.offload._member import MemberLayout, MemberMap
 
 _CPU_KINDS = (1, 3)  # DLPack: plain and pinned host memory
 _CUDA_KINDS = (2, 13)  # a GPU's, and managed
@@ -289,13 +290,17 @@ def make_layout(
     )
 
 
+AnyLayout: TypeAlias = "Layout | CodedLayout | MemberLayout"
+AnyMap: TypeAlias = "_C.OffloadMap | CodedMap | MemberMap"
+
+
 class SharedMap:
     """A map shared by all handlers of the same blocks, which orders their transfers."""
 
-    def __init__(self, layout: Layout | CodedLayout, device: _C.Device, hold: object) -> None:
+    def __init__(self, layout: AnyLayout, device: _C.Device, hold: object) -> None:
         self.key = layout.key()
         self.device = device
-        self.map: _C.OffloadMap | CodedMap = layout.open(device, hold)
+        self.map: AnyMap = layout.open(device, hold)
         self.users = 0  # guarded by _maps_lock
         self.regions: list[Any] = []  # cleaned up after the last user has released the map
 
@@ -304,7 +309,7 @@ _maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakVal
 _maps_lock = threading.Lock()
 
 
-def take_map(layout: Layout | CodedLayout, device: _C.Device, hold: object, region: Any) -> SharedMap:
+def take_map(layout: AnyLayout, device: _C.Device, hold: object, region: Any) -> SharedMap:
     """The map of these blocks: an existing one, or a new one. give_map() releases it."""
     with _maps_lock:
         found = _maps.get(layout.key())
@@ -318,13 +323,15 @@ def take_map(layout: Layout | CodedLayout, device: _C.Device, hold: object, regi
 
 def give_map(shared: SharedMap) -> None:
     """Release the map after a handler's transfers have ended. The last user releases the tensors, then their
-    regions."""
+    regions. TimeoutError: others still use the memory, which stays."""
     with _maps_lock:
         shared.users -= 1
         if shared.users:
             return
         _maps.pop(shared.key, None)
         regions, shared.regions = shared.regions, []
+    if hasattr(shared.map, "close"):
+        shared.map.close()
     del shared.map
     shared.device.stats()  # collects what its transfers held
     with ExitStack() as stack:  # clean up all, even if one raises

@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
-from kvswap.vllm import _block_first, _codec, _finished, _windows
+from kvswap.vllm import _block_first, _codec, _finished, _share, _windows
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_back, overlap_of
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class _Watch:
         self.distrusted: dict[int, str] = {}  # loads that count as failed, and why
         self.steps_own: StepLoads | None = None
         self.ahead: Ahead | None = None
-        self._handlers = _handlers_of(worker)
-        for handler in self._handlers:
+        self.handlers = _handlers_of(worker)
+        for handler in self.handlers:
             handler.strict = False
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class _Watch:
         elif blocks is not None:
             self._loads[job_id] = blocks
             if self.ahead is not None and not (self.steps_own and job_id in self.steps_own.jobs):
-                self.ahead.submitted(job_id, sum(handler.nbytes_of(job_id) for handler in self._handlers))
+                self.ahead.submitted(job_id, sum(handler.nbytes_of(job_id) for handler in self.handlers))
         return True
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -255,7 +255,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             extra_config.setdefault("sync_load_budget_bytes", settings.budget)
         elif reason is not None and role == KVConnectorRole.SCHEDULER:
             _logger.warning("kvswap_overlap: %s (vLLM %s). Loads stay asynchronous", reason, vllm.__version__)
-        with _codec.planned(extra_config, kv_cache_config, vllm_config.parallel_config.pipeline_parallel_size):
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        with _codec.planned(extra_config, kv_cache_config, stages), _share.allowed(vllm_config, OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
         # Loads in their request's step may be vLLM's own too (0.33). _failures.py handles those that fail.
@@ -405,6 +406,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's, in releases that have it. One tensor has all layers, so that a step waits for all of a load."""
         super().register_cross_layers_kv_cache(*args, **kwargs)
         self._attach({})
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM calls it before the cache's memory goes, as in sleep mode (0.33). What is queued on the device has ended
+        then, but shared transfers are not all queued there."""
+        for handler in () if self._watch is None else self._watch.handlers:
+            if handler.member is not None:
+                handler.drain()
+        if hasattr(super(), "unregister_kv_caches"):
+            super().unregister_kv_caches()
 
     def _await_loads(self, kv_connector_metadata: Any) -> None:
         """The step's stream waits for loads that were reported before they had ended (_ahead.py), and for those that

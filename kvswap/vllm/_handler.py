@@ -41,6 +41,8 @@ _OPTIONS = (
     _options.number("kvswap_overlap_shared_ms", "a number of milliseconds, 0 or more", lambda ms: ms >= 0, _SHARED_MS),
     _options.flag("kvswap_overlap_ahead", True),
     _options.count(_STEP_BUDGET, 0, (1 << 63) - 1, _NOT_GIVEN),
+    _options.flag("kvswap_share", False),
+    _options.number("kvswap_share_wait_ms", "a number of milliseconds from 0 to 1000", lambda ms: 0 <= ms <= 1000, 2.0),
 )
 
 
@@ -82,6 +84,12 @@ def kept_layers_of(extra_config: Mapping[str, Any]) -> tuple[int, ...]:
             "kvswap_codec_keep: no codec is set, so that all layers are kept. Set kvswap_codec, or leave it out"
         )
     return kept
+
+
+def share_of(extra_config: Mapping[str, Any]) -> float | None:
+    """kvswap_share: how many seconds a rank waits for another one's call of a load. None: loads are not shared."""
+    given = _read(extra_config)
+    return given["kvswap_share_wait_ms"] / 1e3 if given["kvswap_share"] else None
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:

@@ -88,7 +88,7 @@ def give_coded_views(region: Any, coded: Sequence[int], factor: int) -> None:
 
 
 def _register(region: Any, device: _C.Device) -> None:
-    """On a host device, where vLLM does not pin the region: codecs have to know which side is the host's."""
+    """On a host device, where vLLM does not pin the region: codecs and members must know which side is the host's."""
     ptr, cleanup = region._base.data_ptr(), region.cleanup
     device.register(ptr, region._base.nbytes)
 
@@ -129,19 +129,26 @@ def _slab_for(arguments: dict[str, Any], coded: Sequence[int] | None) -> SlabReg
 
 
 def allocating(
-    init: Callable[..., None], made: Callable[[SlabRegion], None], coded: Sequence[int] | None = None
+    init: Callable[..., None],
+    made: Callable[[SlabRegion], None],
+    coded: Sequence[int] | None = None,
+    shared: Callable[[Any], None] | None = None,
 ) -> Callable[..., None]:
     """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region. coded: bytes of a
-    coded block of each tensor; None: blocks are not coded."""
+    coded block of each tensor; None: blocks are not coded. shared: called with vLLM's region, if ranks share loads."""
     signature = inspect.signature(init)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
-        if coded is not None and call.arguments.get("mmap_region") is not None:
+        theirs = call.arguments.get("mmap_region")
+        if theirs is not None and (coded is not None or shared is not None):
             device = _C.Device(device_of(call.arguments["kv_caches"].tensors[0].tensor))
             if device.kind == "host":
-                _register(call.arguments["mmap_region"], device)
-            give_coded_views(call.arguments["mmap_region"], coded, call.arguments["blocks_per_chunk"])
+                _register(theirs, device)
+            if coded is not None:
+                give_coded_views(theirs, coded, call.arguments["blocks_per_chunk"])
+            if shared is not None:
+                shared(theirs)
         region = _slab_for(call.arguments, coded)
         if region is not None:
             call.arguments["mmap_region"] = region

@@ -26,6 +26,7 @@ from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
 from kvswap.vllm._metrics import number_of, serve
+from kvswap.vllm._share import describe, meet, say_one_rank, seconds_of
 
 _logger = logger("kvswap.vllm")
 
@@ -73,17 +74,19 @@ def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
 def _leave(spec: KVSwapTransfers, reason: str) -> None:
     if spec.plan is not None:
         raise kvswap.Error(f"kvswap_codec: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
+    if spec.share_wait is not None:
+        raise kvswap.Error(f"kvswap_share: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     versions = (vllm.__version__, kvswap.__version__, reason)
     _logger.warning("vLLM %s with kvswap %s: %s. vLLM's own transfers stay", *versions)
 
 
 @contextmanager
-def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[None]:
-    """While vLLM builds a worker."""
+def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]:
+    """While vLLM builds a worker. The handlers that are made meanwhile."""
     reason = why_not()
     if reason is not None:
         _leave(spec, reason)
-        yield
+        yield []
         return
     options: dict[str, Any] = {
         **options_of(spec.extra_config),
@@ -97,6 +100,10 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[None]:
     port = port_of(spec.extra_config)
     if port is not None:
         serve(port, number_of(spec))
+    shared: Callable[[Any], None] | None = None
+    if spec.share_wait is not None:
+        wait = spec.share_wait
+        shared = lambda region: options.update(share=describe(spec.config, region, wait))  # noqa: E731
     made: list[Any] = []
     regions: list[SlabRegion] = []
 
@@ -117,7 +124,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[None]:
 
     worker = worker_class(gpu_worker)
     reason = why_not_block_first(worker)
-    if reason is not None and spec.plan is not None:
+    if reason is not None and (spec.plan is not None or spec.share_wait is not None):
         _leave(spec, reason)
     if reason is not None:
         _logger.warning(
@@ -131,9 +138,9 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[None]:
             gpu_worker.pin_mmap_region = _whole(pin)
         init = None if reason else worker.__init__
         if init is not None:
-            worker.__init__ = allocating(init, regions.append, coded)
+            worker.__init__ = allocating(init, regions.append, coded, shared)
         try:
-            yield
+            yield made
         finally:
             if init is not None:
                 worker.__init__ = init
@@ -167,12 +174,15 @@ class KVSwapTransfers:
     kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit), kvswap_metrics_port
     (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines),
     kvswap_codec (None; under KVSwapConnector: one of kvswap.codecs.CODECS, for the blocks in host memory),
-    kvswap_codec_keep ([]; numbers of layers whose blocks it keeps as they are).
+    kvswap_codec_keep ([]; numbers of layers whose blocks it keeps as they are), kvswap_share (false; under
+    KVSwapConnector: ranks that hold the same cache load it once), kvswap_share_wait_ms (2; for another rank's call).
     """
 
     remember_failures = True
     layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
     plan: Plan | None  # of coded blocks
+    share_wait: float | None  # seconds; None: loads are not shared
+    config: Any  # OffloadingConfig
     extra_config: dict[str, Any]
     BLOCK_SIZE_ALIGNMENT: int
     _worker: Any
@@ -183,11 +193,16 @@ class KVSwapTransfers:
             config = shrink(config, self.plan, self.BLOCK_SIZE_ALIGNMENT)
         super().__init__(config)  # type: ignore[call-arg]
         _refuse_less_than_a_chunk(self)
+        self.share_wait = seconds_of(self)
 
     def create_worker(self, kv_caches: Any) -> Any:
         """As vLLM's, with kvswap's handlers."""
-        with _ours_in_place(self, kv_caches):
-            return super().create_worker(kv_caches)  # type: ignore[misc]
+        with _ours_in_place(self, kv_caches) as handlers:
+            worker = super().create_worker(kv_caches)  # type: ignore[misc]
+        say_one_rank(self)
+        if self.share_wait is not None:
+            meet(handlers[0].member, self.config.parallel.world_size)
+        return worker
 
     def get_worker(self, kv_caches: Any) -> Any:
         """As vLLM's; on the CPU platform too, which vLLM refuses at this point: the host device moves its cache."""

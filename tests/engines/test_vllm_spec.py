@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,7 @@ from kvswap.offload import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvswap.vllm import _memory
+from kvswap.vllm import _memory, _share
 from kvswap.vllm._handler import VLLMHandler
 
 pytestmark = pytest.mark.not_sanitized("Python only")
@@ -208,6 +210,64 @@ def test_a_regions_rows_are_used_as_they_are(vllm: SimpleNamespace) -> None:
     assert vllm.pinned == [spec.region]
     assert all(np.shares_memory(tensor, spec.region.base) for tensor in worker.handlers[0].dst_tensors)
     assert worker.handlers[0].dst_tensors[0].shape == (9, 1024)
+
+
+class SharedFile(Region):
+    """A region that all ranks have mapped."""
+
+    def __init__(self, chunks: int, row: int, path: Path) -> None:
+        super().__init__(chunks, row)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._base = SimpleNamespace(data_ptr=lambda: self.base.ctypes.data, nbytes=self.base.nbytes)
+        self.cleaned = 0
+
+    def cleanup(self) -> None:
+        self.cleaned += 1
+        os.close(self.fd)
+
+
+def test_ranks_share_the_loads_of_one_region(
+    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other rank does not come; test_offload_share.py has two."""
+    monkeypatch.setattr(_share, "_SECONDS", 0.01)
+    parallel = SimpleNamespace(world_size=2, rank=0, data_parallel_index=0)
+    config = SimpleNamespace(
+        parallel=parallel, cache=SimpleNamespace(blocks_per_chunk=1), groups=(None,), engine_id="one"
+    )
+    extra = {"kvswap_share": True}
+    asked = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), model_config=None)
+    with _share.allowed(asked, object):
+        spec = vllm.make(1, 9, extra, replicated_layout=True, config=config)
+    spec.region = SharedFile(9, 2 * 512 + 100, tmp_path / "region")
+    caches = caches_of([512, 512])
+    expected = [entry.tensor[[4, 5]].copy() for entry in caches.tensors]
+    with caplog.at_level(logging.WARNING, "kvswap.vllm"):
+        worker = spec.create_worker(caches)
+    assert "of 2 ranks, rank 0 does not reach 1" in caplog.text
+    store, load = worker.handlers
+    assert store.member is load.member is not None
+    pair = GPULoadStoreSpec([4, 5], [2], [0]), CPULoadStoreSpec([7, 2])
+    store.transfer_async(1, *pair)
+    store.wait({1}, PATIENCE)
+    assert store.get_finished()[0].success
+    for entry in caches.tensors:
+        entry.tensor[:] = 0
+    load.transfer_async(2, *pair[::-1])
+    load.wait({2}, PATIENCE)
+    for entry, want in zip(caches.tensors, expected, strict=True):
+        np.testing.assert_array_equal(entry.tensor[[4, 5]], want)
+    for handler in worker.handlers:
+        handler.shutdown(PATIENCE)
+    assert spec.region.cleaned == 1
+
+
+def test_ranks_that_cannot_share_do_not_start(vllm: SimpleNamespace) -> None:
+    vllm.gpu_worker.SingleDirectionOffloadingHandler = None
+    spec = vllm.make(1, 9)
+    spec.share_wait = 0.002
+    with pytest.raises(kvswap.Error, match="kvswap_share: its gpu_worker has no SingleDirectionOffloadingHandler"):
+        spec.create_worker(caches_of([512]))
 
 
 def test_a_worker_that_is_not_known_allocates_by_itself(

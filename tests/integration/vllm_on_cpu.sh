@@ -31,6 +31,8 @@ codec-overlap-ranks;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--codec exact --gpu-block
 hybrid;0.26.0 0.33.0;--hybrid
 mla;0.26.0;--mla
 mla-ranks;0.33.0;--mla $ranks
+mla-share;0.30.0 0.33.0;--mla --share $ranks
+mla-share-sleep;0.33.0;--mla --share --sleep $ranks
 overlap;0.26.0;--overlap
 overlap-async;0.33.0;--overlap --async-scheduling
 overlap-async-hybrid;0.26.0;--overlap --async-scheduling --hybrid

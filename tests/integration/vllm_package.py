@@ -18,7 +18,7 @@ tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: 
 transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
 blocks, and what it computed beside a load that failed is stored nowhere. --overlap: each layer waits for its own part
 of such a load (vllm_overlap.py); with --block-first, for a part of each block.
---hybrid: also as vllm_windows.py says.
+--hybrid: also as vllm_windows.py says. --share: ranks load the latents of MLA once, each a part (kvswap_share).
 vllm_worker.py says what stands in for what.
 """
 
@@ -65,13 +65,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
     parser.add_argument("--codec", choices=["exact"], help="kvswap_codec, for a cache of bfloat16; no faults")
     parser.add_argument("--keep", type=int, action="append", default=[], help="kvswap_codec_keep: a layer")
+    parser.add_argument("--share", action="store_true", help="kvswap_share: ranks load what is the same on them once")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():
         parser.error(f"{options.source} is no unpacked source package of vLLM: it has no folder vllm")
     if options.ranks > 1 and "Tiering" not in options.spec:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
-    if options.simple:
+    if options.share and (options.ranks == 1 or not options.mla):
+        parser.error("--share needs --mla and --ranks 2: what is the same on all ranks")
+    if options.simple or options.share:
         options.blocks_per_chunk = 1
     if options.sleep and options.device != "cpu":
         parser.error("--sleep has memory of its own to take away: --device cpu")
@@ -516,6 +519,9 @@ def shared_region(engine: Engine, tokens: list[int]) -> None:
 
 def faults_of_a_rank(engine: Engine) -> None:
     """One rank fails; the others' part of the block is of no use then."""
+    if OPTIONS.share:
+        faults_of_a_sharing_rank(engine)
+        return
     whole = 8 * TOKENS // (OPTIONS.blocks_per_chunk * TOKENS) * OPTIONS.blocks_per_chunk * TOKENS
     tokens = prompt(5, 8)
     engine.forget_gpu()
@@ -545,6 +551,39 @@ def faults_of_a_rank(engine: Engine) -> None:
         say(f"a copy that rank 1 left out in silence is found: {error}")
         return
     raise AssertionError("a copy was left out, and this test did not notice")
+
+
+def faults_of_a_sharing_rank(engine: Engine) -> None:
+    """Of what ranks share: rank 0 stores, and each rank's own load may fail."""
+    whole = 8 * TOKENS
+    tokens = prompt(5, 8)
+    engine.forget_gpu()
+    engine.workers.call_one(0, "fault", "fail", 1, 1)
+    engine.add(tokens)
+    engine.run()
+    engine.workers.call_one(0, "fault", None)
+    failed = [stats["failed"] for stats in engine.workers.call("stats")]
+    assert failed[0] > 0 and failed[1] == 0, failed
+    hits = engine.again(tokens)
+    assert hits < whole and engine.again(tokens) == whole
+    say(f"{failed[0]} stores failed on rank 0: their keys were dropped ({hits} tokens hit), and stored again")
+
+    for rank in (0, 1):
+        engine.recomputed = 0
+        engine.workers.call_one(rank, "fault", "fail", 1, 1)
+        engine.again(tokens)
+        engine.workers.call_one(rank, "fault", None)
+        assert engine.recomputed > 0
+        say(f"a load failed on rank {rank} alone: {engine.recomputed} blocks were computed again on both")
+        assert engine.again(tokens) == whole
+    engine.workers.call_one(1, "fault", "skip", 1, 1)
+    try:
+        engine.again(tokens)
+    except AssertionError as error:
+        assert "holds other bytes" in str(error)  # on either rank: rank 1 passes parts on
+        say(f"copies that rank 1 left out in silence are found: {error}")
+        return
+    raise AssertionError("copies were left out, and this test did not notice")
 
 
 class Executor:
@@ -589,7 +628,8 @@ def sleep_and_wake(engine: Engine) -> None:
     and nothing of before is taken for it.
     """
     core = Core(engine)
-    whole = 12 * TOKENS
+    chunk = OPTIONS.blocks_per_chunk * TOKENS
+    whole = (13 * TOKENS + 3) // chunk * chunk
     for number, (mode, steps) in enumerate((("abort", 1), ("keep", 1), ("abort", 2), ("keep", 2))):
         tokens = prompt(50 + number, 13)
         engine.forget_gpu()
@@ -668,6 +708,11 @@ def main() -> int:
         if not (OPTIONS.stock or OPTIONS.simple):
             in_vllms_metrics(engine)
         ends = engine.workers.call("stats")
+        if OPTIONS.share:
+            shares = engine.workers.call("shared")
+            assert all(mine["brought_by_others_h2d"] > 0 for mine in shares), shares
+            brought = ", ".join(f"{mine['brought_by_others_h2d'] >> 10} KiB of loads" for mine in shares)
+            say(f"by the other rank's link came, on rank 0 and 1: {brought}")
         paths = sorted({path for stats in ends for path in stats["paths"]})
         if not (OPTIONS.stock or OPTIONS.simple):
             engine.workers.call("shutdown")

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import mmap
 import multiprocessing
@@ -56,6 +57,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvswap
 import kvswap.vllm
 from kvswap import testing
+from kvswap.offload import _member
 
 try:
     from vllm.v1.core import kv_cache_planning as planner
@@ -148,7 +150,9 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra["sync_load_budget_bytes"] = 1 << 30
     if options.overlap:
         extra |= {"kvswap_overlap": True, "kvswap_overlap_shared_ms": options.shared_ms}
-    if options.mla and options.ranks > 1:
+    if options.share:  # this machine may be slow
+        extra |= {"kvswap_share": True, "kvswap_share_wait_ms": 1000}
+    elif options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     if options.codec:
         extra |= {"kvswap_codec": options.codec, "kvswap_codec_keep": options.keep}
@@ -193,6 +197,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
     if hasattr(cache, "kv_cache_layout") and options.block_first:  # as the engine asks for it
         cache.kv_cache_layout = get_kv_connector_cache_layout(made)
         assert cache.kv_cache_layout == "BLHNC", cache.kv_cache_layout
+    if options.share:
+        ModelConfig.use_mla = property(lambda _: True)
     return made
 
 
@@ -257,9 +263,11 @@ def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig
     if options.hybrid:
         specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
     groups, blocks = groups_of(options), options.gpu_blocks
+    said = any(f.name == "kv_tp_replicas" for f in dataclasses.fields(KVCacheConfig))
+    replicas = {"kv_tp_replicas": options.ranks} if said and options.share else {}
     assert specs[0].page_size_bytes == PAGE
     if options.block_first:
-        return planned(config, groups, specs, blocks)
+        return dataclasses.replace(planned(config, groups, specs, blocks), **replicas)
     if placed():
         strides = {"layer_stride": PAGE * blocks, "block_stride": PAGE}
         size = PAGE * blocks * options.layers
@@ -271,6 +279,7 @@ def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig
         num_blocks=blocks,
         kv_cache_tensors=tensors,
         kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in zip(groups, specs, strict=True)],
+        **replicas,
     )
 
 
@@ -356,6 +365,8 @@ class Worker:
         if options.simple and not placed():  # it takes what shares a storage for one tensor
             slab = [layer.clone() for layer in slab]
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
+        if options.share:  # blocks have few KiB here, and a load would be one piece
+            _member.join_at = functools.partial(_member.join_at, piece_nbytes=2 * options.layers * PAGE)
         if options.overlap and options.block_first:
             _parts.LEAST_NBYTES = PAGE  # blocks have few KiB here, and would be one part each
         with set_current_vllm_config(config):
@@ -525,6 +536,10 @@ class Worker:
             "runs": self.runs_of_a_chunk(),
             "tensors": len(self.handlers()[0].dst_tensors),
         }
+
+    def shared(self) -> dict[str, int]:
+        """What the member of the group has brought."""
+        return self.handlers()[0].member.stats()
 
     def sizes(self) -> dict[str, int]:
         return sizes_of(self.connector.connector_worker.spec)
