@@ -78,7 +78,8 @@ def _opened(device: DeviceLike) -> _C.Device:
 
 
 @lru_cache(maxsize=1)
-def _kind() -> str:
+def device_kind() -> str:
+    """The kind of the devices that a GPU's number names: host devices if there is no GPU."""
     return "cuda" if _C._cuda_count()[0] > 0 else "host"
 
 
@@ -89,7 +90,7 @@ def device_of(rank: Any, device: _Device = None) -> _C.Device:
     """The given device, else the one that `rank` selects; opened once and cached."""
     global _last
     if not isinstance(device, _C.Device):
-        device = _opened(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
+        device = _opened(f"{device_kind()}:{_index(rank, 'rank')}" if device is None else device)
     _last = device
     return device
 
@@ -114,7 +115,7 @@ def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
     if device is None:
         number = framework_gpu(tensor)
         number = _noted if number is None else number
-        device = None if number is None else f"{_kind()}:{number}"
+        device = None if number is None else f"{device_kind()}:{number}"
     if device is not None and not isinstance(device, _C.Device):
         device = _opened(device)
     _last = device or _last or _C.Device(None)

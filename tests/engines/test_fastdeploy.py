@@ -216,7 +216,7 @@ def test_keyword_arguments(make: Callable[..., Layers]) -> None:
 
 def test_arrays_of_numpy_on_rank_0_and_1() -> None:
     """Where there is no GPU, rank N is host:N, and whatever memory the process has serves."""
-    if fastdeploy.ops._kind() != "host":
+    if fastdeploy.ops.device_kind() != "host":
         pytest.skip("there is a GPU: rank is its number")
     for rank in (0, 1):
         cache: NDArray[np.float16] = np.arange(np.prod(SHAPE)).reshape(SHAPE).astype(np.float16)
@@ -231,7 +231,7 @@ def test_arrays_of_numpy_on_rank_0_and_1() -> None:
 
 
 def test_rank_names_the_device(device_name: str, make: Callable[..., Layers]) -> None:
-    if device_name != f"{fastdeploy.ops._kind()}:0":
+    if device_name != f"{fastdeploy.ops.device_kind()}:0":
         pytest.skip("rank 0 is another device")
     layers = make(SHAPE)
     swap("swap_cache_all_layers", layers, GPU_IDS, CPU_IDS, 0, device=None)

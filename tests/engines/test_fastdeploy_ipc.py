@@ -245,7 +245,7 @@ def test_install(stubs: dict[str, types.ModuleType], device: kvswap.Device, name
         assert (gathered.get_output_kv_signal, gathered.share_external_data_) == others
         assert "fastdeploy.worker.set_data_ipc" in installed.names
         assert fastdeploy.install().names == []  # all of them are ours already
-        if device.name == f"{fastdeploy.ops._kind()}:0":
+        if device.name == f"{fastdeploy.ops.device_kind()}:0":
             cache = Buffer(device, NBYTES)
             stubs["fastdeploy.worker"].set_data_ipc(cache.memory, name)
             tensor = gathered.share_external_data_(Half(), name, list(SHAPE), True)
@@ -265,7 +265,7 @@ def test_install_listens_to_paddle(stubs: dict[str, types.ModuleType], monkeypat
     paddle.device = types.SimpleNamespace(get_device=lambda: now[-1])
     paddle.set_device = own = lambda name: now.append(name)
     monkeypatch.setitem(sys.modules, "paddle", paddle)
-    monkeypatch.setattr(ops, "_kind", lambda: "host")
+    monkeypatch.setattr(ops, "device_kind", lambda: "host")
     monkeypatch.setattr(ops, "_last", None)
     monkeypatch.setattr(ops, "_noted", None)
     with fastdeploy.install() as installed:
@@ -310,7 +310,7 @@ def test_device_of_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     paddle = types.ModuleType("paddle")
     paddle.device = types.SimpleNamespace(get_device=lambda: "gpu:3")
     monkeypatch.setitem(sys.modules, "paddle", paddle)
-    monkeypatch.setattr(ops, "_kind", lambda: "host")
+    monkeypatch.setattr(ops, "device_kind", lambda: "host")
     monkeypatch.setattr(ops, "_last", None)
     monkeypatch.setattr(ops, "_noted", None)
     assert framework_gpu(None) == 3

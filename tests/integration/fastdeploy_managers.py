@@ -196,7 +196,7 @@ class Engine:
 
     def number(self, rank: int) -> int:
         """The GPU of a rank: not 0 for rank 0 where devices are for nothing, so that nobody takes one for the other."""
-        return rank + 1 if stubs.ops._kind() == "host" else rank % kvswap._C._cuda_count()[0]
+        return rank + 1 if stubs.ops.device_kind() == "host" else rank % kvswap._C._cuda_count()[0]
 
     def _caches(self, rank: int) -> Any:
         scenario, shape = self.scenario, [BLOCKS, HEADS, TOKENS, HEAD_DIM]
@@ -635,7 +635,7 @@ def main() -> int:
     if args.scenario is not None:
         one(args.sources[0], args.scenario, args.batches, args.seed, args.drop)
         return 0
-    print(f"kvswap {kvswap.__version__}, devices {stubs.ops._kind()}:N")
+    print(f"kvswap {kvswap.__version__}, devices {stubs.ops.device_kind()}:N")
     print("stubbed (a dot at the end: the package itself, its other modules are FastDeploy's): paddle, cupy,")
     print("  " + ",\n  ".join(stubs.stubs()))
     print("FastDeploy's compiled ops are kvswap's by install(): " + ", ".join(stubs._install._OPS))

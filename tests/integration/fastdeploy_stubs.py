@@ -37,9 +37,9 @@ LIMIT = 60.0  # seconds until a wait is given up
 
 def device(number: int) -> kvswap.Device:
     """GPU number `number`, or the host device that stands for it. On a machine with fewer GPUs ranks share them."""
-    if ops._kind() == "cuda":
+    if ops.device_kind() == "cuda":
         number %= kvswap._C._cuda_count()[0]
-    return kvswap.Device(f"{ops._kind()}:{number}")
+    return kvswap.Device(f"{ops.device_kind()}:{number}")
 
 
 # -- paddle -----------------------------------------------------------------------------------------------------------

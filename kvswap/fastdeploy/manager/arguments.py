@@ -13,6 +13,7 @@ from typing import Any
 from kvswap.commands.parser import count, duration, positive
 from kvswap.fastdeploy.manager import places
 from kvswap.fastdeploy.manager.layout import ITEM_NBYTES, Layout
+from kvswap.fastdeploy.ops import device_kind
 
 MOST_RANKS = 64
 
@@ -221,7 +222,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     other = {
         "layout": _layout(args),
         "ranks": args.mp_num,
-        "device": args.device or "",
+        "device": args.device or f"{device_kind()}:{args.device_id}",
         "directory": place_of(args),
         "create": args.create_cache_tensor,
         "metrics_port": None if args.metrics_port is None else args.metrics_port + args.rank,

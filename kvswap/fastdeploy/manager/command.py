@@ -9,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-from kvswap import _C
 from kvswap.commands.output import document, for_person
 from kvswap.commands.parser import add_json
 from kvswap.fastdeploy.manager import arguments, places
@@ -67,24 +66,14 @@ def _log_to_stderr(settings: arguments.Settings) -> None:
     logger.propagate = False
 
 
-def _device_name(settings: arguments.Settings) -> str:
-    if settings.device:
-        return settings.device
-    kind = "cuda" if _C._cuda_count()[0] > 0 else "host"
-    return f"{kind}:{settings.layout.device_id}"
-
-
 def _run(args: argparse.Namespace) -> int:
     _need_packages()
-    from dataclasses import replace
-
     from kvswap.fastdeploy.manager import process
 
     try:
         settings = arguments.settings_of(args)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    settings = replace(settings, device=_device_name(settings))
     if not settings.mps:
         arguments.disable_kernels()
     _log_to_stderr(settings)
@@ -110,7 +99,7 @@ def _as_text(found: dict[str, Any]) -> str:
     lines = [
         f"state     {state}",
         f"tasks     {found['under_way']} under way of {found['queue_limit']}, {found['done']} done, "
-        f"{found['failed']} failed, {found['undelivered']} messages undelivered",
+        f"{found['failed']} failed, {found['undelivered']} results undelivered",
         f"caches    {found['layout']}",
     ]
     if found["last_failure"]:

@@ -41,18 +41,6 @@ _SPARE_CONNECTIONS = 64  # that are not clients, or not yet
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
-class Stop:
-    """A flag that SIGTERM and SIGINT set."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-
-
 def _request_in(frame: zmq.Frame) -> int:
     """The request number in a malformed message, so that its caller can be answered; 0 if there is none."""
     try:
@@ -77,12 +65,13 @@ class _Process:
     _report: Callable[[Done | StepDone], None]
     _go_round: Callable[[int], None]  # sends what is to be sent, sleeps some milliseconds, and handles what has arrived
     _take_one: Callable[[list[zmq.Frame], places.Peer], None]  # handles a message
-    _leave: Callable[[], None]  # called in each round once the rank is asked to end
+    _leave: Callable[[], None]  # called in each round once the rank is to end
     _unfinished: Callable[[float], bool]  # then: whether to go on, at most until that time
     _under_way: Callable[[], int]  # the number of tasks that have not ended
 
-    def __init__(self, settings: Settings, stop: Stop, kind: int) -> None:
-        self._settings, self._stop, self._rank = settings, stop, settings.layout.rank
+    def __init__(self, settings: Settings, signals: list[int], kind: int) -> None:
+        """signals: those that ask the process to end; a handler adds them."""
+        self._settings, self._signals, self._rank = settings, signals, settings.layout.rank
         self._metrics = Metrics(settings.metrics_port, self._rank)
         self._path = places.socket_path(settings.directory)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -108,7 +97,7 @@ class _Process:
                     beaten = time.monotonic()
                     self._tell()
                 self._go_round(sleep_ms)
-                if self._stop.asked:
+                if self._signals:
                     deadline = deadline or time.monotonic() + self._settings.stop_timeout
                     self._leave()
             return 0 if self._under_way() == 0 else 1
@@ -149,8 +138,8 @@ class _Process:
 class Rank0(_Process):
     """Rank 0: serves the clients and the other ranks."""
 
-    def __init__(self, settings: Settings, stop: Stop) -> None:
-        super().__init__(settings, stop, zmq.ROUTER)
+    def __init__(self, settings: Settings, signals: list[int]) -> None:
+        super().__init__(settings, signals, zmq.ROUTER)
         self._state_file = settings.directory / "state"
         state = _read_state(self._state_file)
         self._path.unlink(missing_ok=True)  # left by a killed process: this process holds the lock
@@ -350,8 +339,8 @@ class Rank0(_Process):
 class RankN(_Process):
     """Any rank but 0: obeys rank 0."""
 
-    def __init__(self, settings: Settings, stop: Stop) -> None:
-        super().__init__(settings, stop, zmq.DEALER)
+    def __init__(self, settings: Settings, signals: list[int]) -> None:
+        super().__init__(settings, signals, zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{self._path}")
@@ -482,10 +471,12 @@ def run(settings: Settings) -> int:
     os.umask(0o077)
     places.prepare_directory(settings.directory)
     lock = places.Lock(settings.directory, settings.layout.rank)
-    stop = Stop()
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: signals.append(number))
     try:
-        process = Rank0(settings, stop) if settings.layout.rank == 0 else RankN(settings, stop)
-        status = process.run()
+        kind = Rank0 if settings.layout.rank == 0 else RankN
+        status = kind(settings, signals).run()
         _log.info("step=stop rank=%d ok=%s", settings.layout.rank, status == 0)
         return status
     finally:
