@@ -81,22 +81,6 @@ def blocks_of(tensor: Any, name: str) -> Blocks:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-def _cupy_stream() -> int:
-    """CuPy's current stream in this thread; 0 if none is set or CuPy is not imported."""
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
-        return 0
-    return int(cupy.cuda.get_current_stream().ptr)
-
-
-def _paddle_stream(paddle: Any, tensor: Any) -> Any:
-    place = getattr(tensor, "place", None)
-    if place is None or not place.is_gpu_place():
-        return None
-    stream = paddle.device.current_stream(f"gpu:{place.gpu_device_id()}")
-    return getattr(stream, "stream_base", stream)  # an object with cuda_stream
-
-
 def framework_of(tensor: Any) -> tuple[str, Any]:
     """The name of the tensor's framework and its module; None if the process has not imported it."""
     framework = type(tensor).__module__.partition(".")[0]
@@ -108,8 +92,10 @@ def stream_of(tensor: Any) -> Any:
     framework, module = framework_of(tensor)
     if framework == "torch" and module is not None and tensor.is_cuda:
         return module.cuda.current_stream(tensor.device)
-    if framework == "paddle" and module is not None:
-        return _paddle_stream(module, tensor)
+    place = getattr(tensor, "place", None)
+    if framework == "paddle" and module is not None and place is not None and place.is_gpu_place():
+        stream = module.device.current_stream(f"gpu:{place.gpu_device_id()}")
+        return getattr(stream, "stream_base", stream)  # an object with cuda_stream
     return None
 
 
@@ -135,7 +121,8 @@ def order_of(tensor: Any, stream: Any) -> tuple[Any, tuple[Any, ...]]:
     own = stream_of(tensor)
     if stream is not None:
         return stream, ()
-    cupy = _cupy_stream()
-    if not cupy or cupy == getattr(own, "cuda_stream", None):
+    cupy = sys.modules.get("cupy")
+    current = 0 if cupy is None else int(cupy.cuda.get_current_stream().ptr)  # 0: none is set
+    if not current or current == getattr(own, "cuda_stream", None):
         return own, ()
-    return cupy, () if own is None else (own,)
+    return current, () if own is None else (own,)

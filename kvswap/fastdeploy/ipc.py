@@ -179,14 +179,11 @@ class SharedTensor:
         """True: the elements lie one behind the other."""
         return True
 
-    def _interface(self) -> dict[str, Any]:
-        return {"data": (self._ptr, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
-
     def __getattr__(self, name: str) -> Any:
         """__cuda_array_interface__ for memory of a GPU, __array_interface__ for memory of a host device; elements are
         bytes."""
         if name in _INTERFACES and name == _INTERFACES[self._opened.device.kind == "host"]:
-            return self._interface()
+            return {"data": (self._ptr, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def __repr__(self) -> str:

@@ -176,17 +176,6 @@ class Coordinator:
             del writers[block]
         self._opened = {rank.number: rank.generation for rank in self.ranks}
 
-    def _unopened(self) -> str:
-        """Name a rank whose created caches the engine has not opened; empty if there is none. The engine may still use
-        the caches of that rank's dead predecessor."""
-        for rank in self.ranks if self._settings.create else ():
-            if self._opened.get(rank.number) != rank.generation:
-                return (
-                    f"rank {rank.number} has created caches that the engine has not opened yet: it does by handles(), "
-                    "or by their segments and says so by attach()"
-                )
-        return ""
-
     def beat(self, beat: Beat) -> None:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
@@ -244,7 +233,13 @@ class Coordinator:
                 return f"rank {rank.number} still works on a task that was reported as too slow"
         if self._operation is not None:
             return f"the manager is busy with {self._operation.what}"
-        return self._unopened()
+        for rank in self.ranks if self._settings.create else ():
+            if self._opened.get(rank.number) != rank.generation:  # it may still use those of the rank's predecessor
+                return (
+                    f"rank {rank.number} has created caches that the engine has not opened yet: it does by handles(), "
+                    "or by their segments and says so by attach()"
+                )
+        return ""
 
     # -- clients ------------------------------------------------------------------------------------------------------
 

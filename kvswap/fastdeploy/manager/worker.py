@@ -305,9 +305,9 @@ class Worker:
         try:
             if self._gpu is None or self._host is None:
                 raise ValueError("there is no host memory (--num_cpu_blocks 0)")
-            transfer = caches.submit(
-                self._gpu, self._host, kind, task.gpu_block_ids, task.cpu_block_ids, self._after(task)
-            )
+            event = None if task.events is None else task.events[self._layout.rank]
+            after = [] if event is None else [self._open_event(event)]
+            transfer = caches.submit(self._gpu, self._host, kind, task.gpu_block_ids, task.cpu_block_ids, after)
         except _C.QueueFull:
             return False
         except Exception as error:  # any error fails this task alone
@@ -315,10 +315,6 @@ class Worker:
             return True
         self._running[kind].append(_Running(number, kind, task, transfer, came))
         return True
-
-    def _after(self, task: Task) -> list[_C.Event]:
-        exported = None if task.events is None else task.events[self._layout.rank]
-        return [] if exported is None else [self._open_event(exported)]
 
     def _fail(self, number: int, task: Task, reason: str, came: float) -> None:
         """Report a task of which nothing was queued as failed."""
