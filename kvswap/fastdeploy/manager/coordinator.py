@@ -180,7 +180,7 @@ class Coordinator:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
         rank.ready, rank.phase = beat.ready, beat.phase
-        rank.generation, rank.abandoned = beat.generation, beat.abandoned
+        rank.generation, rank.abandoned, rank.leaving = beat.generation, beat.abandoned, beat.leaving
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
@@ -206,9 +206,6 @@ class Coordinator:
         operation = self._operation
         if operation is not None and operation.waiting is not None and number in operation.waiting:
             self._end_operation("failed", f"rank {number} {why} while it was {operation.what}")
-
-    def leave(self, leave: messages.Leave) -> None:
-        self.ranks[leave.rank].leaving = True
 
     def _overdue(self, rank: _Rank) -> set[int]:
         """The tasks that were reported failed while the rank still works on them."""

@@ -166,7 +166,7 @@ class Refuse(Message):
 
 class Beat(Message):
     """A rank is alive. ready: it takes tasks. phase: what it does now, as text. abandoned: how many of its
-    tasks are abandoned, that is reported failed while they still run."""
+    tasks are abandoned, that is reported failed while they still run. leaving: it is to end, and waits for Left."""
 
     rank: Rank
     ready: bool
@@ -174,6 +174,7 @@ class Beat(Message):
     generation: int
     handles: Handles | None = None  # of the caches that the rank created; sent once
     abandoned: int = 0
+    leaving: bool = False
 
 
 class Unknown(Message):
@@ -209,14 +210,8 @@ class StepDone(Message):
     reason: str
 
 
-class Leave(Message):
-    """A rank wants to end. Rank 0 sends no more tasks, and sends Left when the rank has none."""
-
-    rank: Rank
-
-
 class Left(Message):
-    """A rank may end."""
+    """A leaving rank may end: no task of it is under way."""
 
 
 class Number(msgspec.Struct):
@@ -242,7 +237,7 @@ class RoutingReplay(msgspec.Struct):
 
 
 FromClient: TypeAlias = Submit | Ask
-FromRank: TypeAlias = Hello | Beat | Done | StepDone | Leave
+FromRank: TypeAlias = Hello | Beat | Done | StepDone
 ToRank: TypeAlias = Welcome | Refuse | Unknown | Do | Step | Left
 ToClient: TypeAlias = Answer | Result | Closing
 
@@ -250,4 +245,3 @@ encode = msgspec.msgpack.Encoder().encode
 to_server: msgspec.msgpack.Decoder[FromClient | FromRank | Bye] = msgspec.msgpack.Decoder(FromClient | FromRank | Bye)
 to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
-to_number: msgspec.msgpack.Decoder[Number] = msgspec.msgpack.Decoder(Number)

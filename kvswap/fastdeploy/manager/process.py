@@ -24,7 +24,7 @@ from kvswap.fastdeploy.manager import messages, places
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.coordinator import MOST_CLIENTS, Coordinator, most_tasks
 from kvswap.fastdeploy.manager.door import Door, raise_limit
-from kvswap.fastdeploy.manager.messages import Answer, Beat, Do, Done, Hello, Leave, State, Step, StepDone, ToRank
+from kvswap.fastdeploy.manager.messages import Answer, Beat, Do, Done, Hello, State, Step, StepDone, ToRank
 from kvswap.fastdeploy.manager.metrics import Metrics
 from kvswap.fastdeploy.manager.worker import Worker
 
@@ -44,7 +44,7 @@ _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 def _request_in(frame: zmq.Frame) -> int:
     """The request number in a malformed message, so that its caller can be answered; 0 if there is none."""
     try:
-        return messages.to_number.decode(frame.buffer).request
+        return msgspec.msgpack.decode(frame.buffer, type=messages.Number).request
     except _DECODE_ERRORS:
         return 0
 
@@ -65,8 +65,7 @@ class _Process:
     _report: Callable[[Done | StepDone], None]
     _go_round: Callable[[int], None]  # sends what is to be sent, sleeps some milliseconds, and handles what has arrived
     _take_one: Callable[[list[zmq.Frame], places.Peer], None]  # handles a message
-    _leave: Callable[[], None]  # called in each round once the rank is to end
-    _unfinished: Callable[[float], bool]  # then: whether to go on, at most until that time
+    _unfinished: Callable[[float], bool]  # once it is to end: whether to go on, at most until that time
     _under_way: Callable[[], int]  # the number of tasks that have not ended
 
     def __init__(self, settings: Settings, signals: list[int], kind: int) -> None:
@@ -99,14 +98,15 @@ class _Process:
                 self._go_round(sleep_ms)
                 if self._signals:
                     deadline = deadline or time.monotonic() + self._settings.stop_timeout
-                    self._leave()
+                    self._tell()
             return 0 if self._under_way() == 0 else 1
         finally:
             self._close()
 
     def _beat(self) -> Beat:
         worker = self._worker
-        return Beat(self._rank, worker.ready, worker.phase, worker.generation, worker.handles, worker.abandoned)
+        facts = worker.ready, worker.phase, worker.generation, worker.handles, worker.abandoned
+        return Beat(self._rank, *facts, leaving=bool(self._signals))
 
     def _take(self) -> None:
         for frames, peer in places.received(self._socket):
@@ -222,7 +222,7 @@ class Rank0(_Process):
             self._forget(name)
         elif isinstance(message, Hello):
             self._hello(name, connection, message)
-        elif isinstance(message, Beat | Done | StepDone | Leave):
+        elif isinstance(message, Beat | Done | StepDone):
             self._from_rank(name, connection, message)
         else:
             self._coordinator.ask(name, message)
@@ -253,17 +253,15 @@ class Rank0(_Process):
             self._coordinator.hello(message.rank, connection.pid)
             self._send(name, messages.Welcome(self._coordinator.state))
 
-    def _from_rank(self, name: bytes, connection: _Connection, message: Beat | Done | StepDone | Leave) -> None:
+    def _from_rank(self, name: bytes, connection: _Connection, message: Beat | Done | StepDone) -> None:
         if connection.rank < 0 or connection.rank != message.rank or not self._coordinator.ranks[message.rank].here:
             self._send(name, messages.Unknown())
         elif isinstance(message, Beat):
             self._coordinator.beat(message)
         elif isinstance(message, Done):
             self._coordinator.done(message)
-        elif isinstance(message, StepDone):
-            self._coordinator.step_done(message)
         else:
-            self._coordinator.leave(message)
+            self._coordinator.step_done(message)
 
     def _forget(self, name: bytes) -> None:
         """A process has ended: drop its connection."""
@@ -285,11 +283,9 @@ class Rank0(_Process):
         return self._coordinator.under_way
 
     def _go_round(self, sleep_ms: int) -> None:
+        self._coordinator.stopping = bool(self._signals)
         self._coordinator.tick()
         self._wait(sleep_ms)
-
-    def _leave(self) -> None:
-        self._coordinator.stopping = True
 
     def _unfinished(self, deadline: float) -> bool:
         """Whether to keep waiting: for tasks until the deadline, for messages while clients still receive some."""
@@ -437,9 +433,6 @@ class RankN(_Process):
         self._poller.poll(sleep_ms)
         self._take()
         self._look_around()
-
-    def _leave(self) -> None:
-        self._send(Leave(self._rank))
 
     def _unfinished(self, deadline: float) -> bool:
         """Whether to keep waiting: until rank 0 sends Left or is not connected."""
