@@ -621,6 +621,7 @@ def test_each_set_of_pieces_may_be_late(name: str, store: bool) -> None:
     rogue = Rogue(here)
     for late in itertools.product((True, False), repeat=4):
         takes: list[tuple[int, int, int, list[int]]] = []
+        late_before = here.member.stats()["pieces_late"]
 
         def other_side(late: Any = late, takes: Any = takes) -> None:
             takes += asked_for(rogue)
@@ -634,7 +635,8 @@ def test_each_set_of_pieces_may_be_late(name: str, store: bool) -> None:
                         answer(rogue, take, True)
 
         transfer = here.check_store(FOUR, other_side) if store else here.check_load(FOUR, other_side)
-        assert transfer.by_others == 8 * BLOCK * (4 - sum(late))
+        were_late = here.member.stats()["pieces_late"] - late_before  # on a busy machine others, too
+        assert transfer.by_others == 8 * BLOCK * (4 - were_late) and (store or were_late >= sum(late))
         if not store:
             before = [here.gpu(layer).copy() for layer in range(LAYERS)]
             for take, is_late in zip(takes, late, strict=True):
