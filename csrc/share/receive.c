@@ -753,9 +753,18 @@ bool kvs_receive_step(struct kvs_share *share) {
   return changed;
 }
 
+/* A copy between a slot and blocks is under way, or waits for room in its lane. */
+static bool slots_work(const struct kvs_share_link *link) {
+  for (unsigned i = 0; i < KVS_SHARE_SLOTS; i++) {
+    enum kvs_share_slot_state state = link->slots[i].state;
+    if (state == KVS_SLOT_FILLING || state == KVS_SLOT_ARRIVED || state == KVS_SLOT_EMPTYING) return true;
+  }
+  return false;
+}
+
 bool kvs_receive_works(const struct kvs_share *share) {
-  for (int i = 0; i < KVS_SHARE_MOVES; i++)
-    if (share->moves[i].transfer) return true;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (slots_work(&share->links[i])) return true;
   for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
     if (own_works(job) || has_unasked(job)) return true;
   return false;
