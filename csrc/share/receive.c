@@ -166,13 +166,19 @@ static void choose_shared(const struct kvs_share *share, struct kvs_share_job *j
     job->again[job->nagain++] = (uint32_t)(--job->back[largest] * job->nranks + largest);
 }
 
-static double shares_of_others(const struct kvs_share *share) {
+/* Whether pieces are asked of the member now. It writes none to the host where that would write to bytes of the blocks
+ * that are in no pool, or where its end cannot be seen: the store of one that was killed would not end. */
+static bool helps(const struct kvs_share *share, const struct kvs_share_link *link, enum kvs_direction direction,
+                  uint64_t now) {
+  bool writes = share->whole && link->process >= 0;
+  return link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns && (direction == KVS_H2D || writes);
+}
+
+static double shares_of_others(const struct kvs_share *share, enum kvs_direction direction) {
   uint64_t now = kvs_clock_ns();
   double shares = 0;
-  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
-    const struct kvs_share_link *link = &share->links[i];
-    if (link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns) shares += share->asked.share;
-  }
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
+    if (helps(share, &share->links[i], direction, now)) shares += share->asked.share;
   return shares;
 }
 
@@ -180,7 +186,7 @@ static double shares_of_others(const struct kvs_share *share) {
  * pieces. These are a transfer of their own behind it: while they move, it is known what is left then, and the link
  * does not idle. */
 static void choose(const struct kvs_share *share, struct kvs_share_job *job) {
-  size_t fresh = job->tail - job->head, most = (size_t)((double)fresh / (1 + shares_of_others(share)));
+  size_t fresh = job->tail - job->head, most = (size_t)((double)fresh / (1 + shares_of_others(share, job->direction)));
   bool short_one = own_works(job) && !job->short_last;
   if (own_works(job) && fresh <= 2 * OWN_LAST) return;
   if (short_one)
@@ -695,7 +701,7 @@ static bool ask_shared(struct kvs_share *share, struct kvs_share_link *link, str
 /* Give pieces of the job to the free slots of a link. */
 static bool share_out(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
   bool changed = false;
-  if (link->state != KVS_LINK_LIVE || !link->lends || now < link->paused_ns || share->stop) return false;
+  if (!helps(share, link, job->direction, now) || share->stop) return false;
   for (unsigned i = 0; i < share->nslots && job->head < job->tail; i++) {
     struct kvs_share_slot *slot = &link->slots[i];
     if (slot->state != KVS_SLOT_FREE) continue;
@@ -825,7 +831,15 @@ static uint64_t mix(uint64_t digest, uint64_t word) {
   return digest;
 }
 
-static void name_job(struct kvs_share_job *job, const struct kvs_share_name *named) {
+/* Which bytes of the blocks the pool has: these are passed on. */
+static uint64_t mix_pool(const struct kvs_share *share, size_t pool, uint64_t digest) {
+  struct kvs_pool_layout layout;
+  kvs_pool_get_layout(share->host_pools[pool], &layout);
+  digest = mix(mix(digest, layout.ptr - share->host_base), layout.block_nbytes);
+  return mix(mix(digest, layout.rows), layout.pitch);
+}
+
+static void name_job(const struct kvs_share *share, struct kvs_share_job *job, const struct kvs_share_name *named) {
   job->key = named->key;
   for (unsigned rank = 0; rank < KVS_SHARE_RANKS; rank++) {
     if (!(named->ranks >> rank & 1)) continue;
@@ -836,6 +850,7 @@ static void name_job(struct kvs_share_job *job, const struct kvs_share_name *nam
     job->back[part] = (job->npieces + job->nranks - 1 - part) / job->nranks;
   job->head = job->tail = 0;
   job->digest = mix(mix(UINT64_C(0xcbf29ce484222325), named->ranks), job->count);
+  for (size_t i = 0; i < share->npools; i++) job->digest = mix_pool(share, i, job->digest);
   for (size_t i = 0; i < job->count; i++) job->digest = mix(job->digest, (uint64_t)job->host[i]);
   if (job->direction == KVS_H2D) return;
   job->left = job->back[job->mine];
@@ -899,7 +914,7 @@ static int record_start(struct kvs_share *share, struct kvs_share_job *job, cons
 
 /* What the own link begins with, in the call. */
 static void choose_first(const struct kvs_share *share, struct kvs_share_job *job) {
-  double shares = shares_of_others(share);
+  double shares = shares_of_others(share, job->direction);
   size_t first = shares > 0 ? (size_t)((double)job->tail / (1 + shares)) + OWN_MORE : job->tail;
   if (shares > 0 && first > 2 * OWN_LAST) first -= OWN_LAST;
   if (job->key) choose_shared(share, job);
@@ -918,7 +933,7 @@ int kvs_receive_begin(struct kvs_share *share, enum kvs_direction direction, con
   status = check_twice(job, direction == KVS_H2D ? layout.num_blocks : share->num_blocks, err);
   if (!status) status = record_start(share, job, after, err);
   job->streams = share->njobs % KVS_SHARE_STREAMS;
-  if (named) name_job(job, named);
+  if (named) name_job(share, job, named);
   choose_first(share, job);
   if (!status && job->nagain) status = own_begin(share, job, &job->own[0], err);
   if (status) {

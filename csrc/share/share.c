@@ -74,6 +74,22 @@ static int check_pools(const struct kvs_share *share, struct kvs_error *err) {
   return KVS_OK;
 }
 
+/* Whether each byte of a block is in a pool. */
+static int find_whole(struct kvs_share *share, struct kvs_error *err) {
+  uint8_t *seen = calloc((size_t)share->block_nbytes, 1);
+  if (!seen) return kvs_fail(err, KVS_NOMEM, "no memory to look at a block of %" PRIu64 " bytes", share->block_nbytes);
+  for (size_t i = 0; i < share->npools; i++) {
+    struct kvs_pool_layout layout;
+    kvs_pool_get_layout(share->host_pools[i], &layout);
+    uint8_t *rows = seen + (layout.ptr - share->host_base);
+    for (uint64_t row = 0; row < layout.rows; row++)
+      memset(rows + row * layout.pitch, 1, layout.block_nbytes / layout.rows);
+  }
+  share->whole = !memchr(seen, 0, (size_t)share->block_nbytes);
+  free(seen);
+  return KVS_OK;
+}
+
 /* Where registrations end: no copy may cross one. */
 static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
   uint64_t at = share->host_base, end = at + share->num_blocks * share->block_nbytes;
@@ -185,6 +201,7 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   (void)kvs_cond_init(&share->changed);
   status = keep_pools(share, err);
   if (!status) status = check_pools(share, err);
+  if (!status) status = find_whole(share, err);
   if (!status) status = find_cuts(share, err);
   if (!status) status = open_copies(share, err);
   if (!status) status = open_streams(share, err);
