@@ -212,14 +212,16 @@ static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, c
 
 static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
                           struct kvs_share_bounce *bounce) {
+  struct kvs_engine *engine = share->engine;
   struct kvs_error err;
-  if (kvs_pool_check_open(share->host_pools[0], &err)) { /* the shared pool was closed here */
-    answer(share, link, request, KVS_CLOSED);
-    return true;
-  }
-  if (!bounce || on_link(share, request->direction) >= KVS_SHARE_ON_LINK) return false;
-  if (kvs_lent_is_busy(share->engine, (enum kvs_direction)request->direction, NULL)) return false;
-  begin(share, link, request, bounce);
+  bool room = bounce && on_link(share, request->direction) < KVS_SHARE_ON_LINK &&
+              !kvs_lent_is_busy(engine, (enum kvs_direction)request->direction, NULL);
+  if (!room && kvs_pool_check_open(share->host_pools[0], &err) == KVS_OK) return false;
+  pthread_mutex_lock(&engine->hazard_lock); /* the pool is not closed, and unmapped, before the piece is queued */
+  bool closed = kvs_pool_check_open(share->host_pools[0], &err) != KVS_OK;
+  if (!closed) begin(share, link, request, bounce);
+  pthread_mutex_unlock(&engine->hazard_lock);
+  if (closed) answer(share, link, request, KVS_CLOSED); /* the shared pool was closed here */
   return true;
 }
 
