@@ -498,7 +498,8 @@ static void take_kept(struct kvs_share *share, struct kvs_share_job *job) {
       take_report(share, job, link->rank, kept->digest == job->digest ? kept->status : KVS_INVALID, kept->failed,
                   kept->count);
     }
-    if (link->state != KVS_LINK_LIVE) take_report(share, job, job->order[part], KVS_CLOSED, NULL, 0);
+    if (link->state == KVS_LINK_UNUSED || link->state == KVS_LINK_MADE)
+      take_report(share, job, job->order[part], KVS_CLOSED, NULL, 0);
   }
 }
 
@@ -634,23 +635,14 @@ static bool recall(struct kvs_share *share, struct kvs_share_job *job) {
   return changed;
 }
 
-/* Nobody knows what a member stored that has ended without a report. */
-static void lose_shared(struct kvs_share *share, unsigned rank) {
-  const struct kvs_share_message nothing = {.status = KVS_CLOSED};
-  struct kvs_share_job *next;
-  for (struct kvs_share_job *job = share->jobs; job; job = next) {
-    next = job->next;
-    if (!job->key || !(ranks_of(job) >> rank & 1)) continue;
-    if (job->direction == KVS_D2H)
-      take_report(share, job, rank, nothing.status, nothing.ids, 0);
-    else
-      leave_out(job, rank);
-  }
+static bool is_shared_by(const struct kvs_share_job *job, enum kvs_direction direction, unsigned rank) {
+  return job->key && job->direction == direction && ranks_of(job) >> rank & 1;
 }
 
 void kvs_receive_lose(struct kvs_share *share, struct kvs_share_link *link) {
   make_late(share, link);
-  lose_shared(share, link->rank);
+  for (struct kvs_share_job *job = share->jobs; job; job = job->next)
+    if (is_shared_by(job, KVS_H2D, link->rank)) leave_out(job, link->rank);
   for (unsigned i = 0; i < share->nslots; i++)
     if (link->slots[i].state == KVS_SLOT_ARRIVED) {
       link->slots[i].state = KVS_SLOT_FREE;
@@ -658,14 +650,22 @@ void kvs_receive_lose(struct kvs_share *share, struct kvs_share_link *link) {
     }
 }
 
+/* Nobody knows what a member stored that has ended without a report. Its copies have ended only now. */
 void kvs_receive_forget(struct kvs_share *share, struct kvs_share_link *link) {
+  struct kvs_share_job *next;
   for (unsigned i = 0; i < share->nslots; i++)
     if (link->slots[i].state == KVS_SLOT_LATE) end_late(share, &link->slots[i]);
+  for (struct kvs_share_job *job = share->jobs; job; job = next) {
+    next = job->next;
+    if (is_shared_by(job, KVS_D2H, link->rank)) take_report(share, job, link->rank, KVS_CLOSED, NULL, 0);
+  }
 }
 
 bool kvs_receive_uses(const struct kvs_share *share, const struct kvs_share_link *link) {
   for (unsigned i = 0; i < share->nslots; i++)
     if (link->slots[i].state != KVS_SLOT_FREE) return true;
+  for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
+    if (is_shared_by(job, KVS_D2H, link->rank) && !(job->reported >> link->rank & 1)) return true;
   return false;
 }
 

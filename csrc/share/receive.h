@@ -25,11 +25,11 @@ struct kvs_share_job *kvs_receive_find(const struct kvs_share *, uint64_t key);
 int kvs_receive_pass(struct kvs_share *, struct kvs_share_job *, uint32_t piece, uint64_t to, kvs_stream,
                      struct kvs_transfer **, struct kvs_error *);
 void kvs_receive_passed(struct kvs_share *, struct kvs_share_job *);
-/* The link has ended: its pieces go over the own link. */
+/* The link has ended: its pieces go over the own link. Its part of a shared store may still be written. */
 void kvs_receive_lose(struct kvs_share *, struct kvs_share_link *);
 /* The other process has ended or said BYE: no slot is accessed any more. */
 void kvs_receive_forget(struct kvs_share *, struct kvs_share_link *);
-/* Whether this process's own work uses slots of the link. */
+/* Whether slots of the link are in use, or a shared store may still be written by the other process. */
 bool kvs_receive_uses(const struct kvs_share *, const struct kvs_share_link *);
 
 /* True: something changed. */

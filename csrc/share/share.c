@@ -23,6 +23,7 @@
 static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
 static const uint64_t MOST_SLOT_NBYTES = 64 << 20;
 static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000;
+enum { MOST_MESSAGES = 256 };        /* read in a round: what the slots of a link allow is less */
 static const int64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
@@ -160,6 +161,7 @@ static void share_free(struct kvs_share *share) {
   if (share->wake >= 0) close(share->wake);
   pthread_cond_destroy(&share->changed);
   pthread_mutex_destroy(&share->lock);
+  pthread_mutex_destroy(&share->meeting);
   kvs_engine_unref(share->engine);
   free(share);
 }
@@ -198,6 +200,7 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   share->piece_blocks = (uint32_t)(blocks < 1 ? 1 : blocks > KVS_SHARE_BLOCKS ? KVS_SHARE_BLOCKS : blocks);
   share->slot_nbytes = share->piece_blocks * share->block_nbytes;
   pthread_mutex_init(&share->lock, NULL);
+  pthread_mutex_init(&share->meeting, NULL);
   (void)kvs_cond_init(&share->changed);
   status = keep_pools(share, err);
   if (!status) status = check_pools(share, err);
@@ -260,8 +263,8 @@ static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link,
   return kvs_receive_open_pools(share, link->near, (uint64_t)share->nslots * share->piece_blocks, &link->pools, err);
 }
 
-/* Nothing uses its memory any more. */
-static void link_clear(struct kvs_share *share, struct kvs_share_link *link) {
+/* What a link had, once nothing uses it. Without the lock: the driver takes its time. */
+static void give_back(struct kvs_share *share, const struct kvs_share_link *link) {
   struct kvs_error ignored;
   kvs_receive_close_pools(share, link->pools);
   free(link->requests);
@@ -269,8 +272,12 @@ static void link_clear(struct kvs_share *share, struct kvs_share_link *link) {
   if (link->far) (void)kvs_range_free(share->engine, link->far, &ignored);
   if (link->socket >= 0) close(link->socket);
   if (link->process >= 0) close(link->process);
+}
+
+/* For give_back(). */
+static void take_out_locked(struct kvs_share_link *link, struct kvs_share_link *out) {
+  *out = *link;
   memset(link, 0, sizeof *link);
-  link->socket = link->process = -1;
 }
 
 static int check_rank(struct kvs_share *share, unsigned rank, struct kvs_error *err) {
@@ -279,31 +286,37 @@ static int check_rank(struct kvs_share *share, unsigned rank, struct kvs_error *
   return kvs_fail(err, KVS_RANGE, "rank is %u; a group has ranks 0 to %d", rank, KVS_SHARE_RANKS - 1);
 }
 
+static int check_unused_locked(const struct kvs_share *share, unsigned rank, struct kvs_error *err) {
+  if (share->stop) return kvs_fail(err, KVS_CLOSED, "the member is closed");
+  if (share->links[rank].state == KVS_LINK_UNUSED) return KVS_OK;
+  return kvs_fail(err, KVS_BUSY, "a member of rank %u is here, or its process has not ended yet", rank);
+}
+
+/* The memory is made without the lock, which loads and stores take. */
 int kvs_share_meet(struct kvs_share *share, unsigned rank, int *fd, struct kvs_error *err) {
   int status = check_rank(share, rank, err);
   if (status) return status;
-  struct kvs_share_link *link = &share->links[rank];
+  struct kvs_share_link made = {.state = KVS_LINK_MADE, .rank = rank, .socket = -1, .process = -1};
+  *fd = -1;
+  pthread_mutex_lock(&share->meeting);
   pthread_mutex_lock(&share->lock);
-  if (share->stop) {
-    status = kvs_fail(err, KVS_CLOSED, "the member is closed");
-  } else if (link->state != KVS_LINK_UNUSED) {
-    status = kvs_fail(err, KVS_BUSY, "a member of rank %u is here, or its process has not ended yet", rank);
-  } else {
-    link->rank = rank;
-    link->socket = link->process = -1;
-    status = make_slots(share, link, fd, err);
-    if (!status) status = open_slot_pools(share, link, err);
-    if (status)
-      link_clear(share, link);
-    else
-      link->state = KVS_LINK_MADE;
-  }
+  status = check_unused_locked(share, rank, err);
   pthread_mutex_unlock(&share->lock);
+  if (!status) status = make_slots(share, &made, fd, err);
+  if (!status) status = open_slot_pools(share, &made, err);
+  if (status) {
+    give_back(share, &made);
+    if (*fd >= 0) close(*fd);
+  } else {
+    pthread_mutex_lock(&share->lock);
+    share->links[rank] = made;
+    pthread_mutex_unlock(&share->lock);
+  }
+  pthread_mutex_unlock(&share->meeting);
   return status;
 }
 
-static int map_far(struct kvs_share *share, struct kvs_share_link *link, int fd, unsigned slots,
-                   struct kvs_error *err) {
+static int map_far(struct kvs_share *share, int fd, unsigned slots, uint64_t *far, struct kvs_error *err) {
   struct kvs_range *range;
   uint64_t granule, nbytes = slots * share->slot_nbytes;
   int status = kvs_dev_chunk_granularity(share->engine->device, &granule, err);
@@ -312,45 +325,70 @@ static int map_far(struct kvs_share *share, struct kvs_share_link *link, int fd,
   status = kvs_range_new(share->engine, nbytes, &range, err);
   if (status) return status;
   status = kvs_range_add(range, nbytes, fd, err);
-  if (!status) status = kvs_range_finish(range, &link->far, err);
+  if (!status) status = kvs_range_finish(range, far, err);
   if (status) kvs_range_drop(range);
-  link->far_slots = slots;
+  return status;
+}
+
+static int check_met_locked(const struct kvs_share *share, unsigned rank, struct kvs_error *err) {
+  if (!share->stop && share->links[rank].state == KVS_LINK_MADE) return KVS_OK;
+  return kvs_fail(err, KVS_CLOSED, "the member is closed, or rank %u was not met", rank);
+}
+
+/* Under `meeting`. */
+static int link_up(struct kvs_share *share, unsigned rank, const struct kvs_share_link *given, int slots_fd,
+                   struct kvs_error *err) {
+  struct kvs_share_link *link = &share->links[rank];
+  struct kvs_error ignored;
+  uint64_t far = 0;
+  pthread_mutex_lock(&share->lock);
+  int status = check_met_locked(share, rank, err);
+  pthread_mutex_unlock(&share->lock);
+  if (!status) status = map_far(share, slots_fd, given->far_slots, &far, err);
+  if (status) return status;
+  pthread_mutex_lock(&share->lock);
+  status = check_met_locked(share, rank, err);
+  if (!status) {
+    link->far = far;
+    link->far_slots = given->far_slots;
+    link->socket = given->socket;
+    link->process = given->process;
+    link->lends = given->lends;
+    link->state = KVS_LINK_LIVE;
+    pthread_cond_broadcast(&share->changed);
+  }
+  pthread_mutex_unlock(&share->lock);
+  if (status) (void)kvs_range_free(share->engine, far, &ignored);
+  wake(share);
   return status;
 }
 
 int kvs_share_link(struct kvs_share *share, unsigned rank, int socket, int process, int slots_fd, unsigned far_slots,
                    bool lends, struct kvs_error *err) {
+  const struct kvs_share_link given = {.socket = socket, .process = process, .far_slots = far_slots, .lends = lends};
   int status = check_rank(share, rank, err);
-  struct kvs_share_link *link = &share->links[rank];
-  pthread_mutex_lock(&share->lock);
-  if (!status && (share->stop || link->state != KVS_LINK_MADE))
-    status = kvs_fail(err, KVS_CLOSED, "the member is closed, or rank %u was not met", rank);
   if (!status && (far_slots < 1 || far_slots > KVS_SHARE_SLOTS))
     status = kvs_fail(err, KVS_INVALID, "rank %u has %u slots; 1 to %d are known", rank, far_slots, KVS_SHARE_SLOTS);
-  if (!status) status = map_far(share, link, slots_fd, far_slots, err);
   if (!status) {
-    link->socket = socket;
-    link->process = process;
-    link->lends = lends;
-    link->state = KVS_LINK_LIVE;
-    pthread_cond_broadcast(&share->changed);
+    pthread_mutex_lock(&share->meeting);
+    status = link_up(share, rank, &given, slots_fd, err);
+    pthread_mutex_unlock(&share->meeting);
   }
-  pthread_mutex_unlock(&share->lock);
-  if (status) {
-    close(socket);
-    if (process >= 0) close(process);
-    return status;
-  }
-  wake(share);
-  return KVS_OK;
+  if (status) close(socket);
+  if (status && process >= 0) close(process);
+  return status;
 }
 
 void kvs_share_unmeet(struct kvs_share *share, unsigned rank) {
+  struct kvs_share_link unmet = {.state = KVS_LINK_UNUSED};
   struct kvs_error ignored;
   if (check_rank(share, rank, &ignored)) return;
+  pthread_mutex_lock(&share->meeting);
   pthread_mutex_lock(&share->lock);
-  if (share->links[rank].state == KVS_LINK_MADE) link_clear(share, &share->links[rank]);
+  if (share->links[rank].state == KVS_LINK_MADE) take_out_locked(&share->links[rank], &unmet);
   pthread_mutex_unlock(&share->lock);
+  if (unmet.state != KVS_LINK_UNUSED) give_back(share, &unmet);
+  pthread_mutex_unlock(&share->meeting);
 }
 
 static uint32_t linked_locked(const struct kvs_share *share) {
@@ -389,8 +427,6 @@ static void lose(struct kvs_share *share, struct kvs_share_link *link) {
   link->state = KVS_LINK_GONE;
   link->waiting = 0;
   share->stats.links_lost += !link->left && !share->stop;
-  close(link->socket);
-  link->socket = -1;
   kvs_receive_lose(share, link);
   if (link->left) kvs_receive_forget(share, link);
   pthread_cond_broadcast(&share->changed);
@@ -416,16 +452,34 @@ static bool take_message(struct kvs_share *share, struct kvs_share_link *link,
   }
 }
 
+/* What a member said before it ended counts. A round reads no more than honest members send. */
 static bool read_link(struct kvs_share *share, struct kvs_share_link *link) {
   struct kvs_share_message *message = &share->incoming;
-  bool changed = false;
-  while (link->state == KVS_LINK_LIVE) {
-    enum kvs_share_got got = link->broken ? KVS_SHARE_ENDED : kvs_share_receive(link->socket, message);
-    if (got == KVS_SHARE_NONE) break;
-    changed = true;
-    if (got == KVS_SHARE_ENDED || !take_message(share, link, message)) lose(share, link);
+  int messages = 0;
+  for (; messages < MOST_MESSAGES && link->state == KVS_LINK_LIVE; messages++) {
+    enum kvs_share_got got = kvs_share_receive(link->socket, message);
+    if (got == KVS_SHARE_NONE && !link->broken) break;
+    if (got != KVS_SHARE_GOT || !take_message(share, link, message)) lose(share, link);
   }
-  return changed;
+  return messages > 0;
+}
+
+/* A lost link between two processes that go on: each answers for what it has begun, and says BYE after that. */
+static void part(struct kvs_share *share, struct kvs_share_link *link) {
+  struct kvs_share_message *message = &share->incoming;
+  enum kvs_share_got got = KVS_SHARE_GOT;
+  for (int i = 0; i < MOST_MESSAGES && got == KVS_SHARE_GOT; i++) {
+    got = kvs_share_receive(link->socket, message);
+    if (got == KVS_SHARE_GOT && message->kind == KVS_SHARE_DONE) (void)kvs_receive_done(share, link, message);
+    if (got == KVS_SHARE_GOT && message->kind == KVS_SHARE_BYE) link->left = true;
+  }
+  if (!link->said && !kvs_bring_works(share, link)) {
+    share->message = (struct kvs_share_message){.kind = KVS_SHARE_BYE};
+    link->said = kvs_share_send(link->socket, &share->message) || errno != EAGAIN;
+  }
+  if (got != KVS_SHARE_ENDED) return;
+  close(link->socket);
+  link->socket = -1;
 }
 
 static bool has_ended(int process) {
@@ -435,10 +489,13 @@ static bool has_ended(int process) {
 
 /* A member that went without a word may have queued copies: its slots are free when its process has ended. */
 static bool bury(struct kvs_share *share, struct kvs_share_link *link) {
-  if (link->state != KVS_LINK_GONE || !(link->left || has_ended(link->process))) return false;
-  kvs_receive_forget(share, link);
+  if (link->state != KVS_LINK_GONE || share->buried.state != KVS_LINK_UNUSED) return false;
+  if (link->socket >= 0) part(share, link);
+  bool ended = has_ended(link->process);
+  if (link->left || ended) kvs_receive_forget(share, link);
   if (kvs_receive_uses(share, link) || kvs_bring_works(share, link)) return false;
-  link_clear(share, link);
+  if (link->socket >= 0 && !link->said && !ended) return false;
+  take_out_locked(link, &share->buried);
   return true;
 }
 
@@ -464,18 +521,22 @@ static void say_bye(struct kvs_share *share) {
     share->message = (struct kvs_share_message){.kind = KVS_SHARE_BYE};
     (void)kvs_share_send(link->socket, &share->message);
     lose(share, link);
+    close(link->socket);
+    link->socket = -1;
   }
 }
 
 /* What is polled: the wake-up, the sockets, and the processes. A forked child of a process that ended may still hold
- * the socket. The end of a process whose slots only own work uses is known already. */
+ * the socket. The end of a process whose slots only own work uses is known already. BYE waits for room in a socket. */
 static void list_polled(struct kvs_share *share, struct pollfd *polled) {
   polled[0] = (struct pollfd){.fd = share->wake, .events = POLLIN};
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
     const struct kvs_share_link *link = &share->links[i];
     bool live = link->state == KVS_LINK_LIVE, gone = link->state == KVS_LINK_GONE;
     bool awaited = live || (gone && !link->left && !has_ended(link->process));
-    polled[1 + 2 * i] = (struct pollfd){.fd = live ? link->socket : -1, .events = POLLIN};
+    bool bye = gone && !link->said && !kvs_bring_works(share, link);
+    polled[1 + 2 * i] =
+        (struct pollfd){.fd = live || gone ? link->socket : -1, .events = bye ? POLLIN | POLLOUT : POLLIN};
     polled[2 + 2 * i] = (struct pollfd){.fd = awaited ? link->process : -1, .events = POLLIN};
   }
 }
@@ -483,7 +544,7 @@ static void list_polled(struct kvs_share *share, struct pollfd *polled) {
 static void note_ended(struct kvs_share *share, const struct pollfd *polled) {
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
     if (polled[2 + 2 * i].revents && share->links[i].state == KVS_LINK_LIVE)
-      share->links[i].broken = has_ended(share->links[i].process);
+      share->links[i].broken |= has_ended(share->links[i].process);
 }
 
 /* Wait for messages, for the end of a process, and for events, which are polled. */
@@ -518,6 +579,8 @@ static void *serve(void *arg) {
       pthread_cond_broadcast(&share->changed);
     }
     pthread_mutex_unlock(&share->lock);
+    if (share->buried.state != KVS_LINK_UNUSED) give_back(share, &share->buried);
+    share->buried.state = KVS_LINK_UNUSED;
     if (!over && !changed) rest(share, works, until);
   }
   return NULL;
@@ -551,7 +614,7 @@ void kvs_share_unref(struct kvs_share *share) {
   if (atomic_fetch_sub(&share->refs, 1) != 1 || share->pid != getpid()) return;
   if (share->threaded && kvs_share_close(share, PATIENCE_NS, &ignored)) return;
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
-    if (share->links[i].state != KVS_LINK_UNUSED) link_clear(share, &share->links[i]);
+    if (share->links[i].state != KVS_LINK_UNUSED) give_back(share, &share->links[i]);
   share_free(share);
 }
 

@@ -16,13 +16,15 @@
  *   FREE -> FILLING -> ASKED -> FREE               to the host: a copy is queued; it has ended, TAKE is sent; DONE
  *   ASKED -> LATE -> FREE                          the limit passed: DROP is sent, the own link takes the piece; DONE
  *
- * Where the link ends without a BYE, a slot that is ASKED becomes LATE until the process has ended.
+ * Where the link ends without a BYE, a slot that is ASKED becomes LATE until DONE, a later BYE, or the end of the
+ * process.
  *
  * A slot is ASKED or LATE exactly while another process may access it. Its generation rises with each TAKE: a DONE of
  * another generation is dropped.
  *
  * States of a link: UNUSED -> MADE (it has slots) -> LIVE (it has a socket) -> GONE (the other member has ended or
- * failed) -> UNUSED (no work of this process uses its memory, and the other process has ended or said BYE). */
+ * failed) -> UNUSED (no slot is in use, no piece for the other is under way, and the other has ended or was told BYE).
+ * The first step, and that to LIVE, are made by the thread that meets, under `meeting`. */
 #ifndef KVS_SHARE_STATE_H
 #define KVS_SHARE_STATE_H
 
@@ -34,12 +36,12 @@ enum {
   KVS_SHARE_RANKS = 16,
   KVS_SHARE_SLOTS = 8, /* most receive slots for one member */
   KVS_SHARE_BOUNCES = 4,
-  KVS_SHARE_ON_LINK = 2, /* pieces of others on the link, in each direction */
-  KVS_SHARE_MOVES = 32,  /* copies between slots and blocks that are under way */
-  KVS_SHARE_OWN = 2,     /* transfers of a job over the own link that are under way */
-  KVS_SHARE_FAILED = 32, /* failed blocks that a report names; more: all of its part */
-  KVS_SHARE_REPORTS = 8,
-  KVS_SHARE_STREAMS = 4, /* pairs of streams; jobs take them in turn */
+  KVS_SHARE_ON_LINK = 2,  /* pieces of others on the link, in each direction */
+  KVS_SHARE_MOVES = 32,   /* copies between slots and blocks that are under way */
+  KVS_SHARE_OWN = 2,      /* transfers of a job over the own link that are under way */
+  KVS_SHARE_FAILED = 32,  /* failed blocks that a report names; more: all of its part */
+  KVS_SHARE_REPORTS = 64, /* kept for calls that this process has not made yet, for each other member */
+  KVS_SHARE_STREAMS = 4,  /* pairs of streams; jobs take them in turn */
 };
 
 enum kvs_share_slot_state {
@@ -79,9 +81,10 @@ enum kvs_share_link_state { KVS_LINK_UNUSED, KVS_LINK_MADE, KVS_LINK_LIVE, KVS_L
 struct kvs_share_link {
   enum kvs_share_link_state state;
   unsigned rank;
-  int socket, process; /* process: a pidfd, readable once the other process has ended; -1: unknown */
+  int socket, process; /* -1: none. process: a pidfd, readable once the other process has ended; -1: unknown */
   bool left;           /* it has said BYE */
-  bool broken;         /* a message could not be sent, or broke the rules: it ends in this round */
+  bool broken;         /* a message could not be sent, or its process has ended: the link ends in this round */
+  bool said;           /* GONE: BYE was sent */
   bool lends;          /* pieces may be asked of it */
   /* As receiver: */
   uint64_t near;           /* address of the slots */
@@ -173,12 +176,14 @@ struct kvs_share {
   unsigned nslots;
   struct kvs_share_options asked;
 
+  pthread_mutex_t meeting; /* of the calls that make and give back links; taken before lock */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* a job has ended, a link has come or gone */
   pthread_t thread;
   bool threaded, stop, stopped;
   int wake;
   struct kvs_share_link links[KVS_SHARE_RANKS]; /* by rank */
+  struct kvs_share_link buried;                 /* of the thread: to be given back without the lock */
   struct kvs_share_bounce bounces[KVS_SHARE_BOUNCES];
   uint64_t bounce_memory;
   struct kvs_pool **bounce_pools;

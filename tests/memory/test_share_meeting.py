@@ -1,0 +1,171 @@
+"""How members of a group meet: descriptors that run out, wrong greetings, links that only one side makes."""
+
+# ruff: noqa: F811  # fixtures of test_share are arguments
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import struct
+import time
+from typing import Any
+
+import pytest
+from conftest import PATIENCE, until
+from processes import no_more_files
+from test_share import BLOCKS, Here, Other, Rogue
+from test_share import here as here
+from test_share import name as name
+
+from kvswap import testing
+from kvswap._top_socket import prepare_folder
+from kvswap.share import _meet
+
+pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def ended(one: Other) -> None:
+    one.stop()
+    one.end()
+
+
+def test_descriptors_above_1023(name: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
+    try:
+        here = Here(name)
+        other = Other(name, 1)
+        here.member.wait_peers([1], PATIENCE)
+        assert here.member._meeting._listening.fileno() > 1023
+        ended(other)
+        here.close()
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value"), [(8, "I", 99), (8, "I", 2**32 - 1), (8, "I", 0), (12, "I", 0), (12, "I", 2**31)]
+)
+def test_a_wrong_greeting_is_that_members_affair(here: Here, at: int, form: str, value: int) -> None:
+    """Ranks and numbers of slots that do not exist: others are met after that."""
+    greeting = bytearray(here.member._meeting._hello)
+    struct.pack_into("<I", greeting, 8, 1)
+    struct.pack_into("<" + form, greeting, at, value)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wrong:
+        wrong.settimeout(PATIENCE)
+        wrong.connect(str(prepare_folder() / f"share-{here.name}.0.sock"))
+        fd = os.memfd_create("slots")
+        socket.send_fds(wrong, [greeting], [fd])
+        os.close(fd)
+        while wrong.recv(1000):  # its own greeting, BYE, the end
+            pass
+    Rogue(here).close()
+
+
+def test_no_descriptor_for_a_connection(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays in the backlog: it is looked at now and then, and taken as soon as that is possible."""
+    calls = []
+    admit = _meet.Meeting._admit
+    monkeypatch.setattr(_meet.Meeting, "_admit", lambda self: calls.append(1) or admit(self))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+        with no_more_files():
+            waiting.connect(str(prepare_folder() / f"share-{here.name}.0.sock"))
+            until(lambda: calls)
+            time.sleep(0.5)
+            assert len(calls) < 10
+        Rogue(here).close()
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "dup"])
+def test_no_descriptor_for_a_link(here: Here, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Tried again, with nothing left behind: it must not count as a member whose end cannot be seen."""
+    calls = []
+
+    def refuse(_: int) -> int:
+        calls.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        other = Other(here.name, 1)
+        until(lambda: len(calls) == 2)
+        some = fds()
+        until(lambda: len(calls) == 5)
+        until(lambda: fds() <= some + 4)  # those of the meeting that goes on
+        assert here.member.peers == ()
+    here.member.wait_peers([1], PATIENCE)
+    other.stop()
+    until(lambda: here.member.peers == ())
+    other.end()
+    here.check_store(BLOCKS)
+
+
+def test_a_python_or_kernel_without_pidfds(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    other = Other(here.name, 1)
+    here.member.wait_peers([1], PATIENCE)
+    assert here.check_load(BLOCKS).by_others > 0
+    ended(other)
+
+
+def test_a_link_that_one_side_could_not_make(here: Here) -> None:
+    """The other side made it, and hears that it is none: its store ends, and they meet again later."""
+    with testing.fault(here.device, "call", "fail", operation="chunk_map", nth=2, every=2):
+        other = Other(here.name, 1)
+        store = "member.store(list(range(400)), list(range(400))).wait(30)"
+        until(lambda: other.ask("member.stats()['links_lost']") is not None)
+        for _ in range(20):
+            assert other.ask(store) is None
+        assert other.ask("member.stats()['links_lost']") == 0
+    here.member.wait_peers([1], PATIENCE)
+    ended(other)
+
+
+def test_one_that_makes_no_link_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are allocated for each attempt. One that is not there costs nothing."""
+    clock = [0.0]
+    monkeypatch.setattr(_meet.time, "monotonic", lambda: clock[0])
+
+    def attempts(allocated: bool) -> int:
+        meeting: Any = object.__new__(_meet.Meeting)
+        meeting._rank, meeting._stop, count = 1, False, [0]
+
+        class Core:
+            def linked(self) -> int:
+                return 0
+
+        def guarded(*_: Any) -> bool:
+            count[0] += 1
+            meeting._allocated = allocated
+            return True
+
+        meeting._core, meeting._guarded = Core(), guarded
+        due, pause = [0.0], [0.02]
+        end = clock[0] + 600
+        while clock[0] < end:
+            meeting._reach_all(due, pause)
+            clock[0] += 0.02
+        return count[0]
+
+    assert attempts(True) < 75
+    assert attempts(False) > 500
+
+
+def test_closing_beside_a_member_that_has_stopped(here: Here) -> None:
+    other = Other(here.name, 1)
+    here.member.wait_peers([1], PATIENCE)
+    other.stop(signal.SIGSTOP)
+    here.member.close(PATIENCE)
+    other.stop(signal.SIGCONT)
+    ended(other)
