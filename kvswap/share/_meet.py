@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvswap import _C
@@ -34,6 +34,9 @@ _AGREED = _HELLO.size - 160  # both have the same from the generation on
 _MAGIC = b"kvshare1"
 _SECONDS = 2.0  # for one meeting
 _LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # between attempts to reach members of lower rank
+_LONG_PAUSE = 10.0  # of one that is there, but makes no link
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_BYE = struct.pack("<IH42x", 0x3153564B, 4)  # csrc/share/wire.h
 _BACKLOG = 16
 
 
@@ -101,91 +104,114 @@ class Meeting:
         return listening
 
     def _run(self) -> None:
-        pause, missing = _LEAST_PAUSE, 0
+        due, pause = [0.0] * self._rank, [_LEAST_PAUSE] * self._rank  # by rank: when it is tried again
+        accept_after = 0.0
         while not self._stop:
-            linked = self._core.linked()
-            now_missing = ~linked & ((1 << self._rank) - 1)
-            pause = _LEAST_PAUSE if now_missing & ~missing else min(2 * pause, _MOST_PAUSE)
-            missing = now_missing
-            for rank in range(self._rank):
-                if missing >> rank & 1 and not self._stop:
-                    self._guarded(rank)
+            self._reach_all(due, pause)
+            now = time.monotonic()
+            wait = min([_MOST_PAUSE, *(max(at - now, 0.0) for at in due if at > now)]) if self._rank else None
+            polling = select.poll()  # select() takes no descriptor above 1023
             try:
-                ready, _, _ = select.select([self._listening, self._woken], [], [], pause if self._rank else None)
+                polling.register(self._woken, select.POLLIN)
+                if now >= accept_after:
+                    polling.register(self._listening, select.POLLIN)
+                else:
+                    wait = min(accept_after - now, _MOST_PAUSE if wait is None else wait)
+                ready = dict(polling.poll(None if wait is None else 1000 * wait))
+                if self._listening.fileno() in ready and not self._guarded(self._admit):
+                    accept_after = time.monotonic() + _MOST_PAUSE  # its connection stays, and would be ready again
             except (OSError, ValueError):
                 return  # closed
-            if self._listening in ready:
-                self._guarded(None)
-                pause = _LEAST_PAUSE
 
-    def _guarded(self, rank: int | None) -> None:
-        """One meeting. What fails is said once, and tried again later."""
+    def _reach_all(self, due: list[float], pause: list[float]) -> None:
+        """Try members of lower rank that are missing. One that was there but made no link is tried less often: slots
+        were allocated for it."""
+        linked = self._core.linked()
+        for rank in range(self._rank):
+            now = time.monotonic()
+            if linked >> rank & 1:
+                if now > due[rank] + _LONG_PAUSE:
+                    pause[rank] = _LEAST_PAUSE
+            elif now >= due[rank] and not self._stop:
+                self._guarded(self._reach, rank)
+                pause[rank] = min(2 * pause[rank], _LONG_PAUSE if self._allocated else _MOST_PAUSE)
+                due[rank] = time.monotonic() + pause[rank]
+
+    def _guarded(self, meet: Callable[..., bool], *rank: int) -> bool:
+        """One meeting. What fails is said once, and tried again later. False: no connection can be taken now."""
+        self._allocated = False
         try:
-            if rank is None:
-                self._admit()
-            else:
-                self._reach(rank)
-        except (OSError, _C.Error, ValueError, MemoryError) as error:
-            text = f"{'a member' if rank is None else f'rank {rank}'} of group {self._group!r} takes no part: {error}"
+            return meet(*rank)
+        except Exception as error:
+            text = f"{f'rank {rank[0]}' if rank else 'a member'} of group {self._group!r} takes no part: {error}"
             level = _logger.debug if isinstance(error, OSError) or text in self._said else _logger.warning
             self._said.add(text)
             level("%s", text)
+        return True
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def _reach(self, rank: int) -> None:
+    def _reach(self, rank: int) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_SECONDS)
             try:
                 connection.connect(str(self._path(rank)))
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                    return  # not there yet
+                    return True  # not there yet
                 raise
             _check_peer(connection)
-            with self._slots(rank) as fd:
-                socket.send_fds(connection, [self._hello], [fd])
-                self._greet(connection, rank)
+            with self._greeted(connection, rank):
+                hello, fds = _receive(connection)
+                try:
+                    if self._check(hello) != rank:
+                        raise ValueError(f"the socket of rank {rank} belongs to another rank")
+                    self._link(connection, rank, hello, fds)
+                finally:
+                    _close(fds)
+        return True
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         try:
             connection, _ = self._listening.accept()
-        except OSError:
-            return
+        except OSError as error:
+            return error.errno not in _SHORT_OF
         with connection:
             connection.settimeout(_SECONDS)
             _check_peer(connection)
             hello, fds = _receive(connection)
+            if not hello:
+                return True  # it only looked whether the rank is taken
             try:
                 rank = self._check(hello)
                 if rank <= self._rank:
                     raise ValueError(f"rank {rank} connects to rank {self._rank}: only higher ranks do")
-                with self._slots(rank) as fd:
-                    socket.send_fds(connection, [self._hello], [fd])
+                with self._greeted(connection, rank):
                     self._link(connection, rank, hello, fds)
             finally:
                 _close(fds)
+        return True
 
     @contextlib.contextmanager
-    def _slots(self, rank: int) -> Iterator[int]:
-        """Slots for that member, which are given back if no link is made."""
+    def _greeted(self, connection: socket.socket, rank: int) -> Iterator[None]:
+        """The greeting, with slots for that member. If no link is made, the slots are given back, and the other side is
+        told: it may have made one."""
         fd = self._core.meet(rank)
+        self._allocated = True
         try:
-            yield fd
+            socket.send_fds(connection, [self._hello], [fd])
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                connection.send(_BYE)
+            raise
         finally:
             os.close(fd)
             self._core.unmeet(rank)
 
-    def _greet(self, connection: socket.socket, rank: int) -> None:
-        hello, fds = _receive(connection)
-        try:
-            if self._check(hello) != rank:
-                raise ValueError(f"the socket of rank {rank} belongs to another rank")
-            self._link(connection, rank, hello, fds)
-        finally:
-            _close(fds)
-
     def _check(self, hello: bytes) -> int:
+        if not hello:
+            raise ValueError("it ended the connection: its log says why")
         if len(hello) != _HELLO.size or hello[:8] != _MAGIC:
             raise ValueError(f"its first message, of {len(hello)} bytes, is no greeting: use one version of kvswap")
         if hello[_AGREED:] != self._agreed:
@@ -198,9 +224,15 @@ class Meeting:
         if len(fds) != 1:
             raise ValueError(f"{len(fds)} descriptors came with its greeting, not one")
         process = _process(connection, pid, start.rstrip(b"\0").decode())
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        self._core.link(rank, os.dup(connection.fileno()), process, fds[0], slots, lends)
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            given = os.dup(connection.fileno())
+        except OSError:
+            if process >= 0:
+                os.close(process)
+            raise
+        self._core.link(rank, given, process, fds[0], slots, lends)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -220,13 +252,15 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 def _process(connection: socket.socket, pid: int, start: str) -> int:
-    """A pidfd of the other process; -1: it is in another pid namespace, and its end cannot be seen."""
-    if peer_of(connection)[0] != pid:
+    """A pidfd of the other process; -1: its end cannot be seen, in another pid namespace or without pidfds."""
+    if peer_of(connection)[0] != pid or not hasattr(os, "pidfd_open"):
         return -1
     try:
         process = os.pidfd_open(pid)
-    except OSError:
-        return -1
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return -1
+        raise  # it has ended, or no descriptor is left
     if start_time(pid) == start:
         return process
     os.close(process)
