@@ -84,42 +84,38 @@ enum { CODING, BLOCKS, STRIDE, PAGE_STRIDE, CODED, CODED_STRIDE, COUNT, VERDICTS
 static const char *const names[] = {"coding",       "blocks", "stride",   "page_stride", "coded",
                                     "coded_stride", "count",  "verdicts", "valid_nbytes"};
 
-static int read_call(PyObject *const *values, uint64_t numbers[ARGUMENTS], int last, struct kvs_coding **coding) {
-  *coding = kvs_py_coding_of(values[CODING]);
-  if (!*coding) return -1;
-  for (int i = BLOCKS; i <= last; i++)
-    if (kvs_py_uint64(values[i], names[i], -1, &numbers[i]) < 0) return -1;
-  return 0;
+/* Encode or decode; decoding takes all arguments but the last. */
+static PyObject *code(const struct kvs_py_args *spec, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  PyObject *values[ARGUMENTS];
+  uint64_t n[ARGUMENTS];
+  size_t bad;
+  if (kvs_py_args_parse(spec, args, nargs, kwnames, values) < 0) return NULL;
+  struct kvs_coding *coding = kvs_py_coding_of(values[CODING]);
+  if (!coding) return NULL;
+  for (int i = BLOCKS; i < spec->total; i++)
+    if (kvs_py_uint64(values[i], names[i], -1, &n[i]) < 0) return NULL;
+  const struct kvs_blocks blocks = {(void *)(uintptr_t)n[BLOCKS], n[STRIDE], n[PAGE_STRIDE]};
+  void *coded = (void *)(uintptr_t)n[CODED];
+  uint8_t *verdicts = (uint8_t *)(uintptr_t)n[VERDICTS];
+  Py_BEGIN_ALLOW_THREADS
+  if (spec->total == ARGUMENTS)
+    bad = kvs_encode_blocks(coding, &blocks, n[VALID], coded, n[CODED_STRIDE], n[COUNT], verdicts);
+  else
+    bad = kvs_decode_blocks(coding, coded, n[CODED_STRIDE], &blocks, n[COUNT], verdicts);
+  Py_END_ALLOW_THREADS
+  return PyLong_FromSize_t(bad);
 }
 
 static PyObject *encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"_coding_encode", names, ARGUMENTS, ARGUMENTS, ARGUMENTS};
-  PyObject *values[ARGUMENTS];
-  uint64_t n[ARGUMENTS];
-  struct kvs_coding *coding;
-  size_t bad;
   (void)module;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (read_call(values, n, VALID, &coding) < 0) return NULL;
-  const struct kvs_blocks blocks = {(void *)(uintptr_t)n[BLOCKS], n[STRIDE], n[PAGE_STRIDE]};
-  KVS_PY_NO_GIL(bad = kvs_encode_blocks(coding, &blocks, n[VALID], (void *)(uintptr_t)n[CODED], n[CODED_STRIDE],
-                                        n[COUNT], (uint8_t *)(uintptr_t)n[VERDICTS]));
-  return PyLong_FromSize_t(bad);
+  return code(&spec, args, nargs, kwnames);
 }
 
 static PyObject *decode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"_coding_decode", names, VALID, VALID, VALID};
-  PyObject *values[ARGUMENTS];
-  uint64_t n[ARGUMENTS];
-  struct kvs_coding *coding;
-  size_t bad;
   (void)module;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (read_call(values, n, VERDICTS, &coding) < 0) return NULL;
-  const struct kvs_blocks blocks = {(void *)(uintptr_t)n[BLOCKS], n[STRIDE], n[PAGE_STRIDE]};
-  KVS_PY_NO_GIL(bad = kvs_decode_blocks(coding, (const void *)(uintptr_t)n[CODED], n[CODED_STRIDE], &blocks, n[COUNT],
-                                        (uint8_t *)(uintptr_t)n[VERDICTS]));
-  return PyLong_FromSize_t(bad);
+  return code(&spec, args, nargs, kwnames);
 }
 
 PyDoc_STRVAR(open_doc, "_coding_open($module, /, block_nbytes, page_nbytes, pitch, codec, fields)\n--\n\n"

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,33 +35,21 @@ class Cache:
         self.gpu = [np.full((BLOCKS, NBYTES), 1 + layer, np.uint8) for layer in range(2)]
         self.cpu = [np.zeros((BLOCKS, NBYTES), np.uint8) for _ in range(2)]
 
+    COMMON: ClassVar[dict[str, Any]] = {
+        "block_nbytes": NBYTES,
+        "num_gpu_blocks": BLOCKS,
+        "num_cpu_blocks": BLOCKS,
+        "gpu_block_ids": range(4),
+        "cpu_block_ids": range(4),
+        "direction": 0,
+        "device": HOST,
+    }
+
     def all_layers(self, **change: Any) -> None:
-        given = {
-            "gpu_ptrs": self.gpu,
-            "cpu_ptrs": self.cpu,
-            "block_nbytes": NBYTES,
-            "num_gpu_blocks": BLOCKS,
-            "num_cpu_blocks": BLOCKS,
-            "gpu_block_ids": range(4),
-            "cpu_block_ids": range(4),
-            "direction": 0,
-            "device": HOST,
-        }
-        kvswap.swap_cache_all_layers(**{**given, **change})
+        kvswap.swap_cache_all_layers(**{"gpu_ptrs": self.gpu, "cpu_ptrs": self.cpu, **self.COMMON, **change})
 
     def per_layer(self, **change: Any) -> None:
-        given = {
-            "gpu_ptr": self.gpu[0],
-            "cpu_ptr": self.cpu[0],
-            "block_nbytes": NBYTES,
-            "num_gpu_blocks": BLOCKS,
-            "num_cpu_blocks": BLOCKS,
-            "gpu_block_ids": range(4),
-            "cpu_block_ids": range(4),
-            "direction": 0,
-            "device": HOST,
-        }
-        kvswap.swap_cache_per_layer(**{**given, **change})
+        kvswap.swap_cache_per_layer(**{"gpu_ptr": self.gpu[0], "cpu_ptr": self.cpu[0], **self.COMMON, **change})
 
 
 @pytest.fixture

@@ -98,7 +98,9 @@ class Tree:
         if status in (0, 5):  # 5: no tests there
             return ""
         failed = re.search(r"^(tests/.+?::.+?) (?:FAILED|ERROR)\b", log, re.M)
-        started = re.findall(r"^(tests/.+?::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", log, re.M)
+        started = re.findall(
+            r"^(tests/.+?::.+?)(?: (?:PASSED|SKIPPED|XFAIL|Fatal Python error|Timeout).*)?$", log, re.M
+        )
         return failed[1] if failed else started[-1].rstrip() if started else "at import"
 
     def noticed_by(self, tests: list[str]) -> str:
