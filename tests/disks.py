@@ -94,8 +94,10 @@ class Disk:
     def remount(self, how: str) -> bool:
         """`ro` or `rw`. False: a file is still open."""
         command = ["mount", "-o", f"remount,{how}", str(self.mounts[-1])]
+        # By mount(2): with fsconfig(2) newer programs name all options again, and overlay permits none.
+        environment = {**os.environ, "LIBMOUNT_FORCE_MOUNT2": "always"}
         for _ in range(50):  # a closed ring of io_uring gives its files back a little later
-            if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+            if subprocess.run(command, check=False, capture_output=True, env=environment).returncode == 0:
                 return True
             time.sleep(0.1)
         return False
