@@ -114,7 +114,7 @@ class World:
         if doing:
             message = doing[which % len(doing)]
             self.given[rank].remove(message)
-            self.coordinator.done(Done(rank, message.number, ok, "" if ok else "it broke", 10, 0.5))
+            self.coordinator.done(Done(rank, message.number, "" if ok else "it broke", 10, 0.5))
 
     def end_all(self, failing: int | None = None) -> None:
         """All ranks report all of their tasks as done, in order; rank `failing` reports its own as failed."""
@@ -358,8 +358,8 @@ def test_the_states_of_clearing() -> None:
     world.coordinator.tick()
     steps = [next(m for m in world.given[rank] if isinstance(m, Step)) for rank in range(RANKS)]
     for step in steps[:2]:
-        world.coordinator.step_done(StepDone(steps.index(step), step.number, True, ""))
-    world.coordinator.step_done(StepDone(2, steps[2].number, False, "no"))
+        world.coordinator.step_done(StepDone(steps.index(step), step.number, ""))
+    world.coordinator.step_done(StepDone(2, steps[2].number, "no"))
     (answer,) = [message for message in world.said[b"c"] if isinstance(message, Answer) and message.request == 50]
     assert (answer.code, answer.message) == ("failed", "rank 2: no") and world.coordinator.state == State.CLEARING
     world.coordinator.ask(b"c", Ask(51, "restore", 5.0))
@@ -367,7 +367,7 @@ def test_the_states_of_clearing() -> None:
     world.coordinator.ask(b"c", Ask(52, "clear", 5.0))
     for rank in range(RANKS):
         step = [m for m in world.given[rank] if isinstance(m, Step)][-1]
-        world.coordinator.step_done(StepDone(rank, step.number, True, ""))
+        world.coordinator.step_done(StepDone(rank, step.number, ""))
     assert world.said[b"c"][-1].code == "ok" and world.states == [State.CLEARING, State.CLEARED]
     world.coordinator.ask(b"c", Ask(53, "clear", 5.0))
     assert world.said[b"c"][-1].code == "ok" and world.states[-1] == State.CLEARED
@@ -469,7 +469,7 @@ def test_other_memory_is_in_its_place() -> None:
         world.coordinator.ask(b"engine", Ask(request, what, 5.0))
         for rank in range(RANKS):
             step = [message for message in world.given[rank] if isinstance(message, Step)][-1]
-            world.coordinator.step_done(StepDone(rank, step.number, True, ""))
+            world.coordinator.step_done(StepDone(rank, step.number, ""))
             world.beat(rank)
     assert world.submit("store") == "ok"
     world.end_all()

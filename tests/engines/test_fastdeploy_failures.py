@@ -220,21 +220,21 @@ class Rank:
 def test_a_rank_goes_on_after_a_copy_that_failed() -> None:
     """A pool knows what a failed copy left; of GPU blocks, which the engine writes too, rank 0 knows more."""
     with Rank() as rank:
-        assert rank.do(SWAP2CPU, [1], [1]).ok
+        assert not rank.do(SWAP2CPU, [1], [1]).reason
         for kind, block in ((SWAP2GPU, 1), (SWAP2CPU, 2)):
             with testing.fault(rank.device, "copy", "fail", code=7):
-                assert not rank.do(kind, [block], [block]).ok
-        assert rank.do(SWAP2CPU, [1], [3]).ok  # rank 0 lets it through when the engine knows
-        assert not rank.do(SWAP2GPU, [1], [2]).ok
-        assert rank.do(SWAP2CPU, [2], [2]).ok and rank.do(SWAP2GPU, [1], [2]).ok
+                assert rank.do(kind, [block], [block]).reason
+        assert not rank.do(SWAP2CPU, [1], [3]).reason  # rank 0 lets it through when the engine knows
+        assert rank.do(SWAP2GPU, [1], [2]).reason
+        assert not rank.do(SWAP2CPU, [2], [2]).reason and not rank.do(SWAP2GPU, [1], [2]).reason
 
 
 def test_what_a_rank_does_not_begin_is_not_in_its_host_blocks() -> None:
     with Rank() as rank:
-        assert rank.do(SWAP2CPU, [1, 2], [1, 2]).ok
+        assert not rank.do(SWAP2CPU, [1, 2], [1, 2]).reason
         rank.worker.take(100, Task("a", SWAP2CPU, [3], [1], events=[b"no event"]))
         until(lambda: rank.worker.pump() and rank.worker.busy == 0, "the task")
-        assert not rank.said[-1].ok and "holds nothing" in rank.do(SWAP2GPU, [1], [1]).reason
+        assert rank.said[-1].reason and "holds nothing" in rank.do(SWAP2GPU, [1], [1]).reason
         rank.worker.take(101, Task("b", SWAP2CPU, [3], [2]))
         assert rank.worker.give_up() == 1
         assert "holds nothing" in rank.do(SWAP2GPU, [1], [2]).reason
@@ -248,7 +248,7 @@ def test_whatever_goes_wrong_with_a_task_is_the_tasks(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(caches, "submit", refuse)
             assert rank.do(SWAP2CPU, [1], [1]).reason == "OSError: no"
-        assert rank.do(SWAP2CPU, [1], [1]).ok
+        assert not rank.do(SWAP2CPU, [1], [1]).reason
 
 
 def test_the_end_of_a_swap_wakes_the_loop() -> None:

@@ -2,7 +2,6 @@
 
 A task is done when all ranks have done their part. If a rank fails or dies, the task is reported failed once, with that
 rank and its reason, as soon as the other ranks have ended their parts or died. Every wait for a rank has a time limit.
-A task that reads a block which a failed task was to write fails too (writes.py).
 
 States of a task on rank 0. No lock: only the thread of the process's loop calls the Coordinator.
 
@@ -343,7 +342,7 @@ class Coordinator:
             return  # already reported as too slow
         pending.nbytes += done.nbytes
         pending.seconds = max(pending.seconds, done.seconds)
-        self._part_ended(done.rank, done.number, "" if done.ok else done.reason)
+        self._part_ended(done.rank, done.number, done.reason)
 
     def _part_ended(self, rank: int, number: int, reason: str) -> None:
         pending = self._pending.get(number)
@@ -541,7 +540,7 @@ class Coordinator:
         if operation is None or operation.waiting is None or operation.number != done.number:
             return
         operation.waiting.discard(done.rank)
-        if not done.ok:
+        if done.reason:
             self._end_operation("failed", f"rank {done.rank}: {done.reason}")
         elif not operation.waiting:
             self._end_operation("ok", "")

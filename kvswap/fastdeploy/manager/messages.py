@@ -187,9 +187,10 @@ class Do(Message):
 
 
 class Done(Message):
+    """A rank has ended its part of a task. reason: why it failed, or empty; so in StepDone."""
+
     rank: Rank
     number: int
-    ok: bool
     reason: str
     nbytes: int
     seconds: float
@@ -206,7 +207,6 @@ class Step(Message):
 class StepDone(Message):
     rank: Rank
     number: int
-    ok: bool
     reason: str
 
 

@@ -53,7 +53,6 @@ _WAIT_SLICE = 1.0  # seconds of one wait for a transfer
 @dataclass
 class _Running:
     number: int
-    kind: Kind
     task: Task
     transfer: _C.Transfer
     begun: float
@@ -234,7 +233,7 @@ class Worker:
         _log.info("step=%s rank=%d ok=%s seconds=%.3f phase=%r", step.what, self._layout.rank, not reason,
                   time.monotonic() - self._begun, self._phase)  # fmt: skip
         if step.number >= 0:
-            self._report(StepDone(self._layout.rank, step.number, not reason, reason))
+            self._report(StepDone(self._layout.rank, step.number, reason))
         elif reason:
             self.failed = reason
         if self._next_step is not None:
@@ -313,24 +312,24 @@ class Worker:
         except Exception as error:  # any error fails this task alone
             self._fail(number, task, f"{type(error).__name__}: {error}", came)
             return True
-        self._running[kind].append(_Running(number, kind, task, transfer, came))
+        self._running[kind].append(_Running(number, task, transfer, came))
         return True
 
     def _fail(self, number: int, task: Task, reason: str, came: float) -> None:
         """Report a task of which nothing was queued as failed."""
         self.refuse(task)
-        self._report(Done(self._layout.rank, number, False, reason, 0, time.monotonic() - came))
+        self._report(Done(self._layout.rank, number, reason, 0, time.monotonic() - came))
 
     def _finish(self, running: _Running) -> None:
         error = running.transfer.error
         seconds = time.monotonic() - running.begun
-        if error is not None and running.kind == Kind.SWAP2GPU:
+        if error is not None and running.task.event_type == Kind.SWAP2GPU:
             self._clear_failures(running.task.gpu_block_ids)
         if running.abandoned:
             _log.info("a swap of a task that was reported failed has ended after %.3f s: %s", seconds, error or "ok")
             return
         reason, nbytes = ("", running.transfer.nbytes) if error is None else (f"{type(error).__name__}: {error}", 0)
-        self._report(Done(self._layout.rank, running.number, error is None, reason, nbytes, seconds))
+        self._report(Done(self._layout.rank, running.number, reason, nbytes, seconds))
 
     def _clear_failures(self, gpu_ids: list[int]) -> None:
         """Clear the failure record of GPU blocks in the pools. Rank 0 keeps the record instead: the engine's kernels
