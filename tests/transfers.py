@@ -198,7 +198,7 @@ def noise(nbytes: int) -> Bytes:
 class Sides:
     """Two buffers and what they should hold. Their first `end` bytes are random before each transfer.
 
-    Whoever submits overwrites all its arrays as soon as the call returned."""
+    The submitting call's arrays are overwritten as soon as it has returned."""
 
     PAGE = 4096
 

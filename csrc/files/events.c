@@ -76,8 +76,8 @@ void kvs_file_events_found(struct kvs_file_store *store) {
     }
 }
 
-/* All of these keys are gone, so what the list says of them up to now comes first. The list of those that nobody takes
- * has a limit as the other one has. */
+/* All of these keys are gone: events of them that are in the list already come first. The list of gone keys has a
+ * limit, too, for a caller that takes no events. */
 struct kvs_file_entry *kvs_file_events_gone_locked(struct kvs_file_store *store, struct kvs_file_entry *entries) {
   struct kvs_file_events *events = &store->events;
   const size_t most = store->settings.events + (size_t)store->nsegments * store->geometry.slots;

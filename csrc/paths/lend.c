@@ -37,9 +37,10 @@ static bool lends_to(struct kvs_engine *borrower, struct kvs_engine *lender, str
   return lends;
 }
 
-/* What others have borrowed is no business of the lender's lanes. Where the lender has borrowed the borrower's link for
- * a transfer that has begun, half of its pieces stand there, and its own link has room for as much: both devices then
- * share both links. A transfer that may still wait for its start would hold up the borrower's pieces. */
+/* Transfers of other devices on the lender's link do not delay the lender's lanes. Where the lender has borrowed the
+ * borrower's link for a transfer that has begun, half of its pieces stand there, and its own link has room for as much:
+ * both devices then share both links. A transfer that may still wait for its start would hold up the borrower's pieces.
+ */
 bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction, struct kvs_engine *borrower) {
   struct kvs_error ignored;
   bool busy = false;

@@ -1,9 +1,9 @@
 """The epoch of an identity: 16 random bytes in an object of Mooncake. They are in the name of each block, so that a new
 epoch is the end of all blocks of the one before.
 
-Readers read it all the time, at most a second old, and again after each load. A read that a silent node holds up leaves
-the others free: as long as the master names the same node first, nobody asks it again. The bytes of a read that failed
-can still arrive, and be those of an old epoch: another slot is used from then on.
+Several threads read the object all the time, so that it is at most a second old, and again after each load. Where a
+node does not answer, one thread waits for it; the others do not ask this node as long as the master names it first. The
+bytes of a read that failed can still arrive, and be those of an old epoch: another slot is used from then on.
 """
 
 from __future__ import annotations

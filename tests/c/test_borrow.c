@@ -33,7 +33,7 @@ static void move(struct mover *m, unsigned round) {
   unsigned char *from = m->direction == KVS_D2H ? m->gpu : m->cpu;
   for (int i = 0; i < BLOCKS; i++) memset(from + i * NBYTES, (int)(m->number + round + (unsigned)i) & 0xFF, NBYTES);
   int status = kvs_swap_cache(m->engine, &tensor, 1, &gpu_ids, &cpu_ids, m->direction, &options, &transfer, &err);
-  if (status == KVS_UNSUPPORTED) return; /* nobody lends just now */
+  if (status == KVS_UNSUPPORTED) return; /* no device lends now */
   if (status || kvs_transfer_wait(transfer, 60 * SECONDS, &err)) {
     fprintf(stderr, "%s\n", err.message);
     m->wrong++;

@@ -1,4 +1,4 @@
-/* Units that nobody wrote: random bytes, and coded units with some bytes changed. Decoding reads and writes nothing
+/* Units that no encoder wrote: random bytes, and coded units with some bytes changed. Decoding reads and writes nothing
  * outside the unit, gives the same result twice, and leaves zeros unless it says GOOD. The number of units is the
  * argument (default 20,000); the second is the seed. Meant for AddressSanitizer: the buffers are as large as the unit.
  */

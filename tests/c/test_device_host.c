@@ -92,7 +92,7 @@ static void test_overtake(void) {
   uint64_t one = 1, slow_value = 0, fast_value = 0;
   kvs_event slow_done = make_event(device, false), fast_done = make_event(device, false);
   uint64_t begin = now_ns();
-  for (int i = 0; i < 8; i++) delay(device, 1000000, make_stream_of(device, -5)); /* delays occupy nobody */
+  for (int i = 0; i < 8; i++) delay(device, 1000000, make_stream_of(device, -5)); /* delays occupy no worker */
   delay(device, 50000000, slow);
   OK(kvs_dev_copy(device, address(&slow_value), address(&one), 8, slow, &err));
   OK(kvs_dev_event_record(device, slow_done, slow, &err));

@@ -91,7 +91,7 @@ static void test_pages_that_lie(void) {
   }
 }
 
-/* Whoever counts on from a number that was read must not come to 0. */
+/* Sequence numbers near the end are refused: a writer that continued from one would wrap to 0. */
 static void test_numbers_at_their_end(void) {
   const uint64_t last = KVS_FILE_LAST_SEQUENCE,
                  numbers[] = {0, 1, last, last + 1, last + 2, UINT64_MAX - 1, UINT64_MAX};
@@ -253,7 +253,7 @@ static void *work(void *arg) {
     } else if (!kvs_file_load_blocks(worker->store, &keys, &blocks, NULL, &transfer, &why)) {
       int status = finish(transfer);
       fill(wanted, worker->number * 100 + k, versions[k]);
-      bool told = versions[k] == UINT32_MAX; /* nobody knows whether it is there */
+      bool told = versions[k] == UINT32_MAX; /* it may be there or not */
       if (status == KVS_OK && !told) worker->wrong += versions[k] == 0 || memcmp(block, wanted, NBYTES) != 0;
       if (status != KVS_OK && status != KVS_MISSING && status != KVS_FILE) worker->wrong++;
     }
@@ -571,7 +571,7 @@ static void *close_it(void *arg) {
   return NULL;
 }
 
-/* Whoever closes a store that another thread is closing has it closed when his call returns. */
+/* Two threads close a store: it is closed when either call returns. */
 static void test_closing_twice_at_once(void) {
   char folder[] = "/tmp/kvswap-test-XXXXXX";
   CHECK(mkdtemp(folder) != NULL);

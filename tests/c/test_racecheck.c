@@ -257,7 +257,7 @@ static void test_host(void) {
   OK(kvs_dev_event_elapsed(device, event, event, &ns, &err));
   kvs_racecheck_internal(before);
   writes(1, "b");
-  CHECK(is_race("a", "b"), "seen by nobody but kvswap");
+  CHECK(is_race("a", "b"), "kvswap's own queries order nothing for the caller");
 
   fresh();
   record(begin, 0), writes(0, "a"), record(event, 1);
@@ -505,7 +505,7 @@ static void test_layers(void) {
   transfer_on(1, 1, 8, true, 2001);
   CHECK(races() == 1, "the second layer");
 
-  /* Whoever follows a transfer comes after all its layers, whatever bytes they share; after its event, the first's. */
+  /* What follows the transfer comes after all its layers; what waits for the first layer's event, after that layer. */
   for (int follow = 0; follow < 2; follow++) {
     struct kvs_race_accessor who = who_is("layers");
     who.transfer = 1001, who.lane = 1, who.sequence = 1;
@@ -1270,7 +1270,7 @@ static void test_threads(void) {
   kvs_racecheck_stop();
   pthread_create(&toggler, NULL, toggle, NULL);
   for (size_t i = 0; i < STREAMS; i++) pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)i);
-  for (int i = 0; i < 20; i++) { /* whoever holds the lock: the child can take it */
+  for (int i = 0; i < 20; i++) { /* a thread may hold the lock during fork(): the child can take it */
     pid_t child = fork();
     if (child == 0) {
       kvs_racecheck_start();

@@ -133,7 +133,7 @@ def test_transfers_that_follow_each_other(device: kvswap.Device, lent: kvswap.De
 
 @pytest.mark.parametrize("how", ["stream", "after", "layers"])
 def test_nothing_moves_before_its_start(device: kvswap.Device, lent: kvswap.Device, direction: int, how: str) -> None:
-    """What a transfer waits for holds its lent pieces up too, and nobody else's transfers."""
+    """A transfer's start dependency delays its pieces on the lent link, too, and delays no other transfer."""
     sides, held = Sides(device, 8 * MIB), kvswap.Stream(device)
     works = halves(direction, 16 * KIB, 60, number=3, room=sides.room)
     sides.prepare(sides.room)
@@ -282,7 +282,7 @@ def test_a_link_serves_one_lane_that_waits(device: kvswap.Device, lent: kvswap.D
 
 @pytest.mark.parametrize("codec", [None, "exact"])
 def test_auto_borrows_for_large_transfers(device: kvswap.Device, lender: kvswap.Device, codec: str | None) -> None:
-    """Both ways, and by a burst while nobody lends."""
+    """Both ways, and by a burst while no device lends."""
     if codec is None and device.kind == "host":
         pytest.skip("without a codec a host device copies by threads")
     count, page = 1120, 64 * KIB
@@ -415,7 +415,7 @@ sides.prepare(sides.room)
 with Gate(device) as gate:  # all is queued when the lender is lost
     gate.hold(held)
     transfer = sides.swap(work, path="borrow", after=[held])
-    waiting = kvswap.swap_blocks_batch([], [], 1, device=device, stream=held)  # of no lender's business
+    waiting = kvswap.swap_blocks_batch([], [], 1, device=device, stream=held)  # it uses no lent link
     assert transfer.path == "borrow"
     with testing.fault(lender, "call", "lose"), suppress(kvswap.DeviceError):
         lender.alloc(64)

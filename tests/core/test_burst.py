@@ -403,8 +403,8 @@ def test_a_transfer_that_moves_nothing_ends_after_what_it_waits_for(
 def test_a_refused_layer_leaves_no_way_past_what_the_transfer_waits_for(
     tiny: kvswap.Device, direction: int, operation: str
 ) -> None:
-    """An earlier transfer of the same blocks waits at a gate; a second one fails at its first layer, and whoever comes
-    after that one alone still comes after the first."""
+    """An earlier transfer of the same blocks waits at a gate, and a second one fails at its first layer. A third one
+    that waits only for the second still starts after the first."""
     count, nbytes, held, other = 80, 4 * KIB, kvswap.Stream(tiny), kvswap.Stream(tiny)
     kinds = ("gpu", "cpu") if direction == H2D else ("cpu", "gpu")
     buffers = [Buffer(tiny, count * nbytes, kind) for kind in (kinds[0], *(kinds[1],) * 3)]

@@ -252,7 +252,7 @@ def test_a_signal_ends_the_process_in_a_wait(device_name: str) -> None:
 
 
 def test_dropped_deterministic_devices(device_name: str) -> None:
-    """A device that nobody holds ends after its transfers, which keep it; its memory goes with it."""
+    """Transfers keep their device. Without other references it ends after the last of them, and its memory with it."""
     script = """
     for seed in range(1, 60):
         device = testing.deterministic_device(seed)
@@ -289,7 +289,7 @@ def test_things_outlive_the_device_object(device_name: str) -> None:
 
 
 def test_a_lost_device_is_dropped_in_silence() -> None:
-    """Nobody asked for anything when the last reference goes: nothing is printed."""
+    """Dropping the last reference to a lost device prints nothing."""
     script = """
     device = testing.deterministic_device(1)
     cache, stream, event = Cache(device, 8, 64), kvswap.Stream(device), kvswap.Event(device)

@@ -321,7 +321,7 @@ def test_pools_keep_two_devices_in_order(
 def test_a_transfer_that_has_ended_comes_first_too(
     device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
 ) -> None:
-    """Nobody has looked whether it ended: for the race checker the pools order it, and not its end."""
+    """No call has seen the first transfer's end: for the race checker the pools order the second one behind it."""
     mine, theirs = pools_of(pair)
     host, kept = host_pool_of(other)
     with testing.race_checker():
@@ -445,7 +445,7 @@ def fails(transfer: kvswap.Transfer) -> list[int]:
 
 
 def test_in_a_lane_it_fails_who_reads_what_was_to_be_written_and_no_neighbour() -> None:
-    """The lane's order alone makes nobody depend on who comes before; the blocks do, also once all has ended."""
+    """A failure spreads by common blocks, also after all has ended, and not by the order of a lane."""
     device = kvswap.Device("host:29")
     first, second, third, fourth = slots_of(device, 4)
     with about_to_be_lost(kvswap.Device("host:30"), device) as (event, lose):
@@ -742,14 +742,14 @@ def test_an_offloading_map_is_not_used_on_what_a_lost_device_left() -> None:
             other.alloc(64)
         assert fails(written) == [0]
         assert outcome(load) == {1: False}
-        load.transfer_async(2, job_of(7, 5, False))  # nobody knows what is there
+        load.transfer_async(2, job_of(7, 5, False))  # what block 5 holds is unknown
         assert outcome(load) == {2: False}
         with suppress(kvswap.DeviceError):
             gate.open()
         gate.device = device
     store.shutdown()
     load.shutdown()
-    store, load = handlers_of(device, gpu, cpu)  # what is there now is the caller's business
+    store, load = handlers_of(device, gpu, cpu)  # a new map takes what is there as good
     store.transfer_async(3, job_of(7, 5))
     assert outcome(store) == {3: True}
     store.shutdown()
@@ -757,7 +757,7 @@ def test_an_offloading_map_is_not_used_on_what_a_lost_device_left() -> None:
 
 
 def test_what_a_map_waited_for_is_forgotten() -> None:
-    """Once that is over, a device that is lost later is none of the map's business."""
+    """A device that is lost after its transfer has ended does not fail the map's later jobs."""
     device, other = kvswap.Device("host:42"), kvswap.Device("host:43")
     gpu, cpu, theirs = host_blocks(1), host_blocks(2), other.alloc(NBYTES)
     stream = kvswap.Stream(other)

@@ -1,5 +1,5 @@
-"""Pools and move_blocks: bytes against NumPy for every shape of blocks, order that nobody had to ask for, failure that
-travels, layer by layer, and wrong arguments refused with nothing moved."""
+"""Pools and move_blocks: bytes against NumPy for every shape of blocks, order without `after`, failure that spreads,
+layers, and wrong arguments refused with nothing moved."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -346,7 +346,7 @@ def half_released(device: kvswap.Device) -> Iterator[tuple[Any, threading.Event]
 
 
 def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.Device) -> None:
-    """Whose transfers were waited for and who was dropped is in nobody's way, also while another thread is at it."""
+    """A dropped pool whose transfers have ended blocks no new pool there, also while another thread releases it."""
     with half_released(device) as (room, go):
         seen: list[str] = []
         look = threading.Timer(0.2, lambda: seen.extend(repr(x) for x in gc.get_objects() if type(x) is kvswap.Pool))
@@ -686,7 +686,7 @@ def test_a_slot_is_not_read_and_written_by_one_call(device: kvswap.Device) -> No
 
 def test_pools_of_another_device(pair: tuple[Tier, Tier]) -> None:
     array = np.zeros((BLOCKS, NBYTES), np.uint8)
-    foreign = kvswap.Pool(testing.deterministic_device(7), array, BLOCKS, NBYTES)  # waits for nobody
+    foreign = kvswap.Pool(testing.deterministic_device(7), array, BLOCKS, NBYTES)  # its device waits for no other
     name = pair[0].pool.device.name
     text = f"host:seed-7.*{name}|{name}.*host:seed-7"
     for src, dst in ((pair[0].pool, foreign), (foreign, pair[1].pool)):
@@ -1130,7 +1130,7 @@ class Tensor:
 
 
 def test_the_memory_lives_until_the_transfer_ended(device: kvswap.Device) -> None:
-    """Of a pool that nobody else holds."""
+    """Of a pool with no other reference."""
     source, stream, tensor = Tier(device, "gpu"), kvswap.Stream(device), Tensor(device)
     pool, there = kvswap.Pool(device, tensor, BLOCKS, NBYTES), weakref.ref(tensor)
     with Gate(device) as gate:

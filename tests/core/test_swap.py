@@ -279,7 +279,7 @@ def test_many_tensors(device: kvswap.Device, path: str, direction: int) -> None:
 
 
 def test_plain_host_memory(device: kvswap.Device, direction: int) -> None:
-    """Host memory that nobody pinned: NumPy's own."""
+    """Pageable host memory: NumPy's own."""
     sides = Sides(device, 1 << 20, host="plain")
     for nbytes in SIZES:
         gpu_ids, cpu_ids = permutations(nbytes, 8, 9, 8, np.int64)

@@ -1,4 +1,4 @@
-"""What a transfer says of itself while it runs and after it ended, whoever waits for it and however it ends."""
+"""What a transfer's methods return while it runs and after it has ended: done, failed or cancelled."""
 
 # mypy: disable-error-code="comparison-overlap,arg-type"
 

@@ -68,7 +68,7 @@ WAITS = {
 }
 
 QUEUES = "queues work, or asks the driver, and returns"
-FILES = "reads or writes files of this process's own folder: a disk, nobody else"
+FILES = "reads or writes files of this process's own folder: waits for a disk only"
 OPENS = "brings a device, a driver or a folder up"
 HANDLES = "a handle less; what is left to do is handed on (test_dropping_waits_for_nothing)"
 COUNTERS = "reads counters, under locks that are held over no wait (test_metrics.py)"
@@ -290,7 +290,7 @@ def call_host_alloc(stuck: Stuck) -> Call:
 
 
 def delay(stuck: Stuck, operation: str) -> None:
-    """The driver keeps whoever makes this call."""
+    """The driver does not return from this call."""
     faults = stuck.stack.enter_context(ExitStack())
     faults.enter_context(testing.fault(stuck.device, "call", "delay", operation=operation, every=1, delay=PATIENCE))
     stuck.before.append(faults.close)
@@ -514,7 +514,7 @@ def call_mapped_close(stuck: Stuck) -> Call:
 
 
 def call_open(stuck: Stuck) -> Call:
-    """Its exporter is stopped: the kernel takes the connection, and nobody answers."""
+    """Its exporter is stopped: the kernel accepts the connection, and no answer comes."""
     process = stuck.stack.enter_context(exporter(stuck.name))
     data = exported(process)
     stop(process)
@@ -1222,7 +1222,7 @@ def cut_all_off():
 
 
 def test_no_process_can_cut_memory_of_a_host_device_off(device: kvswap.Device, device_name: str) -> None:
-    """Whoever has a descriptor of it: touching what is mapped would be a SIGBUS."""
+    """A process with a descriptor of the memory cannot shrink the file: access beyond its end would be a SIGBUS."""
     if device.kind != "host":
         pytest.skip("a GPU's memory lies in no file")
     with exporter(device_name) as process:

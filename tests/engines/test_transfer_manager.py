@@ -344,7 +344,7 @@ def test_two_offloads_to_one_slot(rig: Rig) -> None:
         rig.offload(2, 5)
         rig.copied(Block(2), Block(5, False))
         rig.offload(3, 6)
-        last = rig.onboard(0, Block(6, False))  # host to host, on the lane that nobody holds up
+        last = rig.onboard(0, Block(6, False))  # host to host, on a lane without a wait
         rig.copied(Block(0, False), Block(6, False))
         assert not last.done()
         gate.open()

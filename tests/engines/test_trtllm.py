@@ -121,7 +121,7 @@ def test_no_tasks(pages: Pages, none: Any) -> None:
 
 
 def test_as_if_enqueued_on_the_stream(pages: Pages) -> None:
-    """After the stream's work so far, before its later work, and nobody waits on the host."""
+    """After the stream's work so far, before its later work, and without a wait on the host."""
     back = Pages(pages.device, "gpu", "cpu")
     back.stream = pages.stream
     with Gate(pages.device) as gate:

@@ -77,7 +77,7 @@ def test_slots_are_free_again(tmp_path: Path) -> None:
 
 
 def test_engines_that_have_ended(tmp_path: Path) -> None:
-    """Their blocks too, and nobody has to be there."""
+    """Blocks of writers that do not run are cleared, too."""
     keys = keys_of(6)
     for part in (keys[:3], keys[3:]):
         with open_store(tmp_path) as store:

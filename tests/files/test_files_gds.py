@@ -622,7 +622,7 @@ def test_a_deterministic_device(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_at_exit_the_driver_is_closed(fake: Fake, fake_path: Path, tmp_path: Path) -> None:
-    """With a store that nobody closes, and transfers that nobody waits for."""
+    """With a store that is never closed, and transfers without a wait."""
     done = run_python(
         f"""
         import ctypes

@@ -156,7 +156,7 @@ def put_other(path: Path, what: str) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_file(rig: Rig, tmp_path: Path, name: str) -> None:
-    """Whoever opens the directory is told at once which name it is, and leaves it alone."""
+    """Opening the directory fails immediately, names the entry, and leaves it unchanged."""
     rig.put(keys_of(1), blocks_of(1, 1, rig.nbytes))
     rig.store.close()
     before = {}

@@ -356,7 +356,7 @@ def fill(store: FileStore, name: str, segments: int = 2) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_block_that_was_evicted_here_is_anothers(tmp_path: Path, first: int) -> None:
-    """Whoever stored it first."""
+    """In either order of the two stores."""
     keys = keys_of(PER_SEGMENT)
     with open_store(tmp_path, 2, events=1000) as one, open_store(tmp_path, 2) as two:
         for store in (one, two) if first == 0 else (two, one):

@@ -25,7 +25,7 @@ NO_WAITS = {
 
 @pytest.mark.parametrize("kind", [FileStore, FileTransfer])
 def test_the_list_is_whole(kind: type) -> None:
-    """Whoever adds a method says whether it waits, and tries it here."""
+    """A new method is listed as one that waits, and tried here, or as one that does not."""
     assert {name for name in dir(kind) if not name.startswith("_")} - WAITS == NO_WAITS[kind]
     assert all(name in ENTRIES for name in WAITS)
 

@@ -308,7 +308,7 @@ def sizes_of(spec: Any) -> dict[str, int]:
 
 class Memory:
     """The model's cache. On the host it can go and come back at the same addresses, as under vLLM's allocator on a GPU;
-    whoever touches it meanwhile ends the process.
+    an access meanwhile ends the process.
     """
 
     def __init__(self, nbytes: int, device: str) -> None:

@@ -772,7 +772,7 @@ def test_close_waits_for_transfers(device: kvswap.Device) -> None:
 
 
 def test_force_leaves_views_readable(device: kvswap.Device) -> None:
-    """They read zeros, and nobody else is given their addresses as long as they live."""
+    """Views of a closed pool read zeros, and the kernel gives their addresses to no other mapping while they live."""
     before = resident()
     pool = HostPool(64, MIB, device=device)
     view = pool.layer(0)
@@ -955,7 +955,7 @@ def test_a_lost_device(device_name: str) -> None:
 
 
 def test_two_threads_close_and_use(device: kvswap.Device) -> None:
-    """No crash, and nobody gets anything but a view or an error."""
+    """No crash: each thread gets a view or an error."""
     for _ in range(20):
         pool = HostPool(8, 65536, device=device, max_blocks=16)
         stop, wrong = threading.Event(), []

@@ -989,7 +989,7 @@ def test_the_same_process_gets_its_chunks_as_they_are(device: kvswap.Device, chu
 
 
 def test_pools_of_another_device_are_closed_with_the_mapping(device: kvswap.Device, other: Process) -> None:
-    """Nobody copies to addresses that other memory may have by then."""
+    """No transfer copies to addresses that may belong to other memory by then."""
     if device.kind != "host":
         pytest.skip("needs two devices that reach each other's memory")
     second = kvswap.Device("host:1")

@@ -481,7 +481,7 @@ def test_creators_that_race(name: str, start: Start, create: bool | None) -> Non
 
 
 def test_replacing_a_stale_one_in_a_race(device: kvswap.Device, name: str, start: Start) -> None:
-    """Nobody removes what another has just put in its place."""
+    """A process never removes a pool that another one has just created under the same name."""
     for _ in range(5):
         dead = start("pool = SharedPool(name, 16, 65536, device=device)\nsay('up')\nheard()")
         dead.line()
@@ -538,7 +538,7 @@ def test_another_version(device: kvswap.Device, name: str) -> None:
 
 
 def test_words_that_lie_elsewhere(device: kvswap.Device, name: str) -> None:
-    """A header says where they are; nobody follows it beyond the file."""
+    """Offsets in a header that lead beyond the file are refused."""
     pool = SharedPool(name, 16, 65536, device=device)
     right = path_of(name).read_bytes()[WORDS_AT : WORDS_AT + 8]
     assert struct.unpack("<Q", right)[0] == PAGE
@@ -729,7 +729,7 @@ def test_clean(device: kvswap.Device, name: str, start: Start) -> None:
         processes[2].kill()
     assert cleaned == [f"{name}-0", f"{name}-1"]
     processes[2].kill()
-    SharedPool(name, 8, 4096, device=device).close()  # whoever creates one cleans first
+    SharedPool(name, 8, 4096, device=device).close()  # creating a pool removes those of ended processes first
     assert not path_of(f"{name}-2").exists()
 
 
@@ -1004,7 +1004,7 @@ def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) ->
 
 
 def test_threads_that_use_it_while_it_closes(device: kvswap.Device, name: str) -> None:
-    """Nobody gets anything but an answer or an error."""
+    """Each thread gets an answer or an error, and none hangs or crashes."""
     for _ in range(20):
         pool, wrong = SharedPool(name, 64, 4096, device=device), []
 

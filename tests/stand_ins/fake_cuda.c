@@ -142,7 +142,7 @@ static int error_name(int code, const char **name) {
 
 static struct {
   uint64_t base, nbytes, type;
-} ranges[256]; /* what was allocated last; freed memory goes back to nobody, so its addresses come once */
+} ranges[256]; /* what was allocated last; freed memory is never reused, so its addresses come once */
 static unsigned nranges;
 
 static int alloc_of(uint64_t *ptr, size_t nbytes, uint64_t type) {

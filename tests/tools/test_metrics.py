@@ -1,4 +1,4 @@
-"""kvswap.metrics: the numbers are exactly what was moved, and reading them disturbs nobody."""
+"""kvswap.metrics: the numbers are exactly what was moved, and reading them changes nothing."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -169,7 +169,7 @@ def test_queues_are_shown_as_they_are(own: kvswap.Device) -> None:
 
 
 def test_a_scrape_sees_what_has_ended_unasked(own: kvswap.Device) -> None:
-    """Nobody polls the transfer: reading the counters does."""
+    """Reading the counters polls the transfer; no other call does."""
     cache = Cache(own, 8, 512)
     before = count(path_row("d2h", "direct")["size"])
     transfer = cache.swap([1], [2], path="direct")
@@ -432,7 +432,7 @@ def test_a_scrape_does_not_wait_for_a_lane(own: kvswap.Device) -> None:
 
 
 def test_a_store_that_is_scraped_can_be_reopened_at_once(tmp_path: Path) -> None:
-    """A scrape holds no reference: dropping a store's last handle closes it, whoever reads its counters meanwhile."""
+    """A scrape holds no reference: dropping a store's last handle closes it, also during a scrape."""
     stop = threading.Event()
 
     def scrape() -> None:

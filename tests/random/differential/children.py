@@ -178,7 +178,7 @@ def second_device(world: World) -> None:
     gpu = world.areas[0]  # in no pool
     peer = Memory(other, "peer", "peer", rng.randbytes(world.size))
     reached = rng.random() < 0.5
-    paths = [path for path in world.paths if path != "borrow"] if reached else ["dma"]  # nobody lends to the other
+    paths = [path for path in world.paths if path != "borrow"] if reached else ["dma"]  # the other device has no lender
     with testing.peer_access(world.device, other, reached):
         for _ in range(rng.randint(1, 3)):
             work = world.draw(gpu, peer)

@@ -1,5 +1,5 @@
 """Operations: a pool in host memory whose blocks are coded, and one on the device. Which blocks fit, and which slots
-hold a block, is what kvswap.codecs says of the model's bytes, whoever wrote them."""
+hold a block, is what kvswap.codecs says of the model's bytes."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 

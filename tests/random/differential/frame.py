@@ -286,7 +286,7 @@ class World:
             self.gates.clear()
 
     def before(self, touched: Touched, pooled: bool = False) -> list[Use]:
-        """What a new operation must come after, whoever sees to it."""
+        """The uses that a new operation must come after, by kvswap's order or by this program's waits."""
         if len(self.uses) >= (MOST_USES if self.alone else MOST_USES // THREADS):
             self.settle()
         found = [use for use in self.uses if use.conflicts(touched) and not (pooled and use.pooled)]
