@@ -659,6 +659,20 @@ def sleep_and_wake(engine: Engine) -> None:
         when = "while it stored" if held else "before it stored"
         say(f"slept ({mode}) {when}, woke up: {hits} tokens from the host at first, then {again}, all blocks checked")
     assert engine.stats("failed") == 0
+    if "Tiering" in OPTIONS.spec:
+        kept_in_files(engine, core, whole)
+
+
+def kept_in_files(engine: Engine, core: Core, whole: int) -> None:
+    """vLLM empties its host memory when it goes to sleep, and no secondary tier."""
+    tokens, other = prompt(60, 13), prompt(61, 2)
+    engine.again(tokens)
+    core.sleep(1, "abort")
+    core.wake_up()
+    engine.again(other)  # until then vLLM brings nothing into the memory that it has emptied
+    hits = engine.again(tokens)
+    assert hits == whole, hits
+    say(f"what a file tier has when the engine goes to sleep is found when it wakes up: {hits} tokens, all checked")
 
 
 def stock_faults(engine: Engine, device: kvswap.Device) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import inspect
 import json
 import mmap
 import multiprocessing
@@ -52,6 +53,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvswap
@@ -138,6 +140,15 @@ def copies_by_plugin(on_gpu: bool) -> None:
         torch.cuda.current_stream = NoStream
 
 
+def file_tier(folder: Path) -> dict[str, Any]:
+    tier = {"type": "FileTier", "directory": str(folder / "kv"), "capacity": 64 << 20}
+    if "module_path" in inspect.getsource(SecondaryTierFactory.get_tier_class):
+        return tier | {"module_path": "kvswap.vllm"}
+    if "FileTier" not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier("FileTier", "kvswap.vllm", "FileTier")
+    return tier
+
+
 def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> VllmConfig:
     extra = {
         "cpu_bytes_to_use": 64 << 20,
@@ -156,6 +167,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     if options.codec:
         extra |= {"kvswap_codec": options.codec, "kvswap_codec_keep": options.keep}
+    if options.sleep and "Tiering" in options.spec:  # which keeps its blocks while the engine sleeps
+        extra["secondary_tiers"] = [file_tier(folder)]
     if options.simple:
         extra = {"cpu_bytes_to_use": 64 << 20}
     transfer = KVTransferConfig(
