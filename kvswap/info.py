@@ -18,6 +18,7 @@ from kvswap import _C, _metrics_port
 from kvswap._devices import DeviceInfo, devices, missing
 from kvswap.commands.parser import suggestion
 from kvswap.replay.units import format_size
+from kvswap.share._meet import Group, groups
 
 if TYPE_CHECKING:
     from kvswap.typing import BuildInfo
@@ -57,6 +58,7 @@ class Report:
     opened: dict[str, Opened]  # by name
     files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
     mooncake: str  # which package of Mooncake is installed, for kvswap.remote
+    share: list[Group]  # of kvswap.share, on this machine
     environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Report:
             lines.append(f"CUDA     no devices: {self.cuda_note}")
         lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
         lines.append(f"nodes    Mooncake Store {self.mooncake}")
+        lines += [f"share    {group}" for group in self.share]
         lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
@@ -101,6 +104,7 @@ def collect(*, open_devices: bool = False) -> Report:
         devices=found,
         files=_files(),
         mooncake=mooncake(),
+        share=groups(),
         environment=wrong_variables(),
         opened=opened,
     )

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import select
 import socket
 import stat
@@ -20,11 +21,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap._top_socket import peer_of, prepare_folder, start_time
+from kvswap._top_socket import folder_path, peer_of, prepare_folder, start_time
 
 _logger = logger("kvswap.share")
 
@@ -38,6 +40,43 @@ _LONG_PAUSE = 10.0  # of one that is there, but makes no link
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BYE = struct.pack("<IH42x", 0x3153564B, 4)  # csrc/share/wire.h
 _BACKLOG = 16
+_SOCKET = re.compile(r"share-([A-Za-z0-9._-]{1,40})\.([0-9]{1,2})\.sock")
+_ACCEPTS = 0x10000  # in the flags of /proc/net/unix: a socket that listens
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members of this user on this machine. links: pairs that reach each other's GPUs."""
+
+    name: str
+    ranks: list[int]
+    links: int
+
+    def __str__(self) -> str:
+        if len(self.ranks) == 1:
+            return f"group {self.name}: rank {self.ranks[0]} alone, so that all comes over its own link"
+        pairs = len(self.ranks) * (len(self.ranks) - 1) // 2
+        ranks = f"group {self.name}: ranks {', '.join(map(str, self.ranks))}"
+        if self.links >= pairs:
+            return f"{ranks}, each linked to all others"
+        return f"{ranks}, {self.links} of {pairs} links: the log of each rank says what is missing"
+
+
+def groups() -> list[Group]:
+    """The groups that have members now, as the kernel lists their sockets: no member is asked."""
+    folder = folder_path()
+    found: dict[str, tuple[list[int], list[int]]] = {}
+    try:
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    except OSError:
+        return []
+    for line in lines:
+        _, _, _, flags, _, _, _, *path = line.split(maxsplit=7)
+        named = _SOCKET.fullmatch(Path(path[0]).name) if path and Path(path[0]).parent == folder else None
+        if named is not None:
+            listening, links = found.setdefault(named[1], ([], []))
+            (listening if int(flags, 16) & _ACCEPTS else links).append(int(named[2]))
+    return [Group(name, sorted(ranks), len(links)) for name, (ranks, links) in sorted(found.items()) if ranks]
 
 
 class Meeting:

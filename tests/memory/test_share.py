@@ -27,7 +27,7 @@ import pytest
 from conftest import PATIENCE, Buffer, elsewhere, until
 
 import kvswap
-from kvswap import share, testing
+from kvswap import info, share, testing
 from kvswap._top_socket import prepare_folder, start_time
 from kvswap.memory import SharedPool
 from kvswap.share import _meet
@@ -886,6 +886,26 @@ def test_a_forked_child_joins_anew(here: Here, other: Other) -> None:
     assert b"join anew" in os.read(reader, 1000)
     os.close(reader), os.close(writer)
     here.check_load(BLOCKS)
+
+
+def test_info_names_the_members(here: Here) -> None:
+    def found() -> list[str]:
+        return [str(group) for group in info.collect().share if group.name == here.name]
+
+    assert found() == [f"group {here.name}: rank 0 alone, so that all comes over its own link"]
+    other, third = Other(here.name, 1), Other(here.name, 2, piece_nbytes=2 * PIECE)
+    here.member.wait_peers([1], PATIENCE)
+    until(
+        lambda: found()
+        == [f"group {here.name}: ranks 0, 1, 2, 1 of 3 links: the log of each rank says what is missing"]
+    )
+    third.stop()
+    third.end()
+    until(lambda: found() == [f"group {here.name}: ranks 0, 1, each linked to all others"])
+    assert "share    group " + here.name in info.collect().to_text()
+    other.end()
+    here.member.close(PATIENCE)
+    assert found() == []
 
 
 def test_the_sockets_are_this_users_only(here: Here) -> None:
