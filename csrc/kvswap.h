@@ -182,11 +182,11 @@ KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_
 KVS_API int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 KVS_API int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
-/* Submit. All that the host has is checked before anything is queued (what the device has, before it touches anything:
- * kvs_device_ids): on an error nothing has moved and *transfer is unchanged. On
- * KVS_OK all of the transfer is queued on the device, and the caller may overwrite the lists. A copy that the driver
- * refuses after the checks does not fail the call: its blocks are in the transfer's failed list, and the transfer ends
- * as KVS_STATE_FAILED. The caller owns one reference to *transfer. */
+/* Submit. Everything in host memory is checked before anything is queued: on an error nothing has moved, and *transfer
+ * is unchanged. Ids in device memory (kvs_device_ids) are checked there, before they are used. On KVS_OK all of the
+ * transfer is queued on the device, and the caller may overwrite the lists. A copy that the driver refuses after the
+ * checks does not fail the call: its blocks are in the transfer's failed list, and the transfer ends as
+ * KVS_STATE_FAILED. The caller owns one reference to *transfer. */
 KVS_API int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
                            bool one_size, /* nbytes[0] is the size of all entries */
                            size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,

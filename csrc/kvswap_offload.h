@@ -58,9 +58,10 @@ KVS_API int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload
 KVS_API void kvs_offload_close(struct kvs_offload *map);        /* transfers under way do not need it */
 KVS_API size_t kvs_offload_most(const struct kvs_offload *map); /* upper bound on the transfers of one job */
 
-/* What transfer i of a job with blocks in all groups moves, for kvs_options.layer_events: layer k of it is (a part of)
- * tensor tensors[k] of the layout. A load has no transfer i if its group has no blocks in the job; unless every_block,
- * neither if no block of the job has its place in a chunk. KVS_RANGE: kvs_offload_most() and above, or no parts. */
+/* What transfer i of a job moves, for kvs_options.layer_events: layer k of the transfer is tensor tensors[k] of the
+ * layout, or a part of that tensor. The numbers i are those of a job with blocks in all groups. A load has no transfer
+ * i if its group has no blocks in the job; nor, without every_block, if none of the job's blocks is at the place in a
+ * chunk that the transfer moves. KVS_RANGE: i is kvs_offload_most() or more, or the layout has no parts. */
 struct kvs_offload_order {
   size_t group;
   const uint32_t *tensors; /* as long as the map is open */

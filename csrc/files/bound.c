@@ -186,8 +186,8 @@ int kvs_file_bound_opened(struct kvs_file_store *store, bool opened, struct kvs_
 
 /* -- use ----------------------------------------------------------------------------------------------------------- */
 
-/* Segments from which blocks were loaded count as used: their times decide which are reclaimed first. By name, since
- * another thread may close the file. */
+/* Set the file times of segments from which blocks were loaded: the times decide which segments are reclaimed first. By
+ * name and not by descriptor, because another thread may close the file. */
 static void touch_used(struct kvs_file_store *store, bool now) {
   struct kvs_file_bound *bound = store->bound;
   const struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, {.tv_nsec = UTIME_NOW}};

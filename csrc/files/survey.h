@@ -42,8 +42,9 @@ struct kvs_file_survey {
   uint64_t nbytes;      /* of all segments */
 };
 
-/* Look at all files below the directory: 0 or an errno. `bound`: bound.kvs, in which running writers hold locks; -1:
- * none is known to run. `own`: inode of the caller's store.kvs. To be freed also after a failure. */
+/* Look at all files below the directory: 0 or an errno. `bound`: descriptor of bound.kvs, in which running writers hold
+ * locks; -1: no writer counts as running. `own`: inode of the caller's store.kvs. The caller frees the survey, also
+ * after an error. */
 int kvs_file_survey_make(struct kvs_file_survey *, int folder, int bound, uint64_t own);
 void kvs_file_survey_free(struct kvs_file_survey *);
 struct kvs_file_surveyed_writer *kvs_file_survey_own(const struct kvs_file_survey *); /* NULL: its folder is gone */

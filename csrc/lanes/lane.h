@@ -18,9 +18,10 @@ void kvs_lane_release(struct kvs_lane *, bool leftovers);
 int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
-/* kvs_lane_fork: `to` waits for what `from` holds so far. kvs_lane_head: the stream on which the next transfer's start
- * dependencies are waited for, the burst stream (`ahead`) or the lane stream; it comes after all earlier heads. Caller
- * holds lane->submit. */
+/* kvs_lane_fork: `to` waits for the work queued on `from` so far. kvs_lane_head: gives the stream that is to wait for
+ * the next transfer's start dependencies, with `ahead` the burst stream, otherwise the lane stream. If
+ * that is another stream than the last time, it waits for the work of the last one. Both: the caller holds
+ * lane->submit. */
 int kvs_lane_fork(struct kvs_lane *, kvs_stream from, kvs_stream to, struct kvs_error *);
 int kvs_lane_head(struct kvs_lane *, bool ahead, kvs_stream *head, struct kvs_error *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);

@@ -53,8 +53,8 @@ void kvs_lent_init(struct kvs_engine *);
 void kvs_lent_destroy(struct kvs_engine *);
 /* Whether no queued work uses a way's slots. Under its lock. */
 bool kvs_lent_is_over(struct kvs_lent_way *);
-/* KVS_OK if the streams of all ways of a direction are idle that a refused call has left. KVS_NOT_READY: they are not,
- * or cannot be asked now. */
+/* After a refused call, whose work may still run on the streams of the direction's ways: KVS_OK if all of them are
+ * idle, KVS_NOT_READY if one is not, or cannot be queried now. */
 int kvs_lent_settled(struct kvs_engine *, enum kvs_direction, struct kvs_error *);
 
 #endif

@@ -18,8 +18,8 @@ int kvs_vacate_begin(struct kvs_engine *engine, uint64_t base, uint64_t nbytes, 
                      struct kvs_vacating *vacating, struct kvs_error *err);
 void kvs_vacate_end(struct kvs_vacating *vacating);
 
-/* Take engine->hazard_lock while no memory of [base, end) is about to go; until the lock is released none begins to.
- * KVS_TIMEOUT: it went for timeout_ns; the lock is not held. */
+/* Wait until no memory of [base, end) is being vacated, and take engine->hazard_lock. While it is held, no other thread
+ * begins to vacate memory. KVS_TIMEOUT: the memory was still being vacated after timeout_ns; the lock is not held. */
 int kvs_vacate_lock(struct kvs_engine *engine, uint64_t base, uint64_t end, int64_t timeout_ns, struct kvs_error *err);
 
 #endif

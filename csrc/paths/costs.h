@@ -10,8 +10,8 @@
 struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, enum kvs_direction direction,
                                               enum kvs_priority priority);
 
-/* The costs to use on a device whose memory has so many GB/s (0: unknown): those of its calibration, or the built-in
- * ones (NULL). Kernel settings that no calibration has set suit that memory. */
+/* The costs to use on a device: `calibrated`, or the built-in ones if that is NULL. Kernel settings that `calibrated`
+ * lacks are set by the bandwidth of the device's memory, in GB/s (0: unknown). */
 void kvs_costs_fit(struct kvs_costs *costs, const struct kvs_costs *calibrated, int memory_gbps);
 
 /* All paths unknown, nothing tuned. */

@@ -9,8 +9,8 @@
 
 /* Transfers up to this size are one burst: a second burst would cost more than its overlap saves. */
 static const uint64_t ONE_BURST_NBYTES = 12 << 20;
-/* A larger transfer that fits into one slot is two bursts. The first one gathered, or the last one scattered, is small,
- * since nothing overlaps its kernel. */
+/* A transfer above ONE_BURST_NBYTES that fits into one slot is two bursts. D2H the first one, H2D the last one is an
+ * eighth of the bytes, because no copy overlaps its kernel. */
 enum { SMALL_SHARE = 8 };
 
 /* -- buffers --------------------------------------------------------------------------------------------------- */

@@ -69,8 +69,8 @@ static int device_type(struct kvs_py_state *state, PyObject *object, long *type)
   return known_device(*type) ? 1 : 0;
 }
 
-/* object.__dlpack__(). For GPU memory with a stream, or with -1: the producer orders nothing, since stream= and after=
- * do. Producers of DLPack 0 take no max_version. */
+/* Call object.__dlpack__(). For GPU memory `stream` is passed on; -1 asks the producer not to synchronise, because
+ * stream= and after= give the order. Producers of DLPack 0 do not accept max_version. */
 static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type, int64_t stream) {
   bool gpu = type == DL_CUDA || type == DL_CUDA_MANAGED;
   PyObject *names =

@@ -82,8 +82,8 @@ class Epoch:
             return self._value if self._as_of >= begin else None
 
     def then(self, call: Callable[[bytes], None], *, at_once: bool) -> None:
-        """call(epoch), on a reader's thread, by a read that begins after this: at once, or the next one, which costs
-        nothing. Never, if there is none."""
+        """Call `call` with the epoch, on a reader's thread, after a read that begins after this call. at_once: that
+        read begins immediately; otherwise it is the next regular one. Without a successful read `call` is not made."""
         with self._lock:
             now = time.monotonic()
             self._calls.append((now, call))

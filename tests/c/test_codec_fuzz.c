@@ -35,8 +35,8 @@ static void fill(uint8_t *bytes, uint64_t nbytes) {
   }
 }
 
-/* A random coded block, or one of random values with up to 8 bytes changed. Heads are kept now and then, so that what
- * follows them is looked at. */
+/* Random bytes, random bytes behind valid heads, or a coded block of random values; then up to 8 bytes are changed.
+ * With valid heads, decoding goes on to the bytes behind them. */
 static void make(const struct kvs_coding *coding, uint8_t *coded, uint64_t nbytes, const struct kvs_blocks *blocks) {
   uint8_t verdict;
   fill(blocks->ptr, coding->block_nbytes);

@@ -692,8 +692,8 @@ def late_calls(world: World) -> None:
 
 @operation(0.3, "QueueFull", "testing.set_lane_depth", alone=True)
 def full(world: World) -> None:
-    """A lane that holds no more says so, and takes more once some have ended. On a device of its own: idle lanes are
-    used again, with the depth that they were made with."""
+    """A full lane refuses a transfer with QueueFull, and takes more after some have ended. On a device of this
+    operation's own, because lanes that are used again keep the depth that they were made with."""
     seed, depth = world.rng.getrandbits(30) | 1, world.rng.randint(1, 6)
     world.say(f"full: device {seed}, depth {depth}")
     device = testing.deterministic_device(seed)
