@@ -172,7 +172,7 @@ class CodedPlaces:
     cpu: list[list[_C.Pool]]
     host: Any  # SGLang's pool
 
-    coded = True
+    coded, shared = True, False
 
     @property
     def how(self) -> str:

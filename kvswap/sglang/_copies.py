@@ -99,7 +99,8 @@ class _Ended:
 def _told(completion: Any, transfers: Sequence[_C.Transfer]) -> Any:
     """SGLang's completion, whose end is that of the transfers."""
     start, finish = _Begun(completion.start_event), _Ended(completion.finish_event, transfers)
-    return completion._replace(start_event=start, finish_event=finish)
+    timed = completion.timing_enabled and not any(getattr(each, "shared", False) for each in transfers)
+    return completion._replace(start_event=start, finish_event=finish, timing_enabled=timed)
 
 
 @contextmanager
@@ -148,8 +149,14 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         return found
 
     def keeps_ids(self, pool: Any) -> bool:
-        """Whether ids of this pool stay where SGLang has them."""
-        return self._takes_device_ids and self.places(pool) is not None
+        """Whether ids of this pool are not moved by SGLang."""
+        places = self.places(pool)
+        return places is not None and (places.shared or self._takes_device_ids)
+
+    def device_ids(self, pool: Any, ids: Any) -> Any:
+        """Ids of the device for a copy of a pool that keeps them. Those of shared loads and stores come to the CPU
+        here, as SGLang does it for some of its own copies: the stream of a write-back waits for the model."""
+        return ids.cpu() if self.places(pool).shared and ids.device.type != "cpu" else ids
 
     def _ids(self, transfer: Any, places: Any) -> tuple[Any, Any] | None:
         """(device blocks, host blocks); None: SGLang copies them."""
@@ -281,6 +288,13 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         if not len(ids[1]):
             return True
         queue, options = _queue_of(stream), dict[str, Any]()
+        if places.shared and len(gpu) == places.gpu.size:  # the ranks share copies of all layers
+            shared = self._submit(places.submit, (ids, direction, queue), {})
+            made.append(shared)
+            self._unfinished.append(shared)
+            if direction == "H2D":  # SGLang's events of the layers are recorded when it has ended
+                _has_ended(shared, wait=True)
+            return True
         if direction == "H2D":  # SGLang's stream waits layer by layer, and the steps of other requests behind it
             own = self._streams.get(places.device)
             if own is None:

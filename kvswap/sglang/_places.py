@@ -50,7 +50,7 @@ class Places:
     groups: int
     orders: dict[tuple[int, ...], Order] = field(default_factory=dict)  # of earlier loads
 
-    coded = False
+    coded = shared = False
     how = ""
 
     @property

@@ -24,6 +24,7 @@ _log = logger("kvswap.sglang")
 SWITCH = "KVSWAP_SGLANG_COPIES"
 MEMORY_SWITCH = "KVSWAP_SGLANG_HOST_MEMORY"
 CODEC_SWITCH = "KVSWAP_SGLANG_CODEC"
+SHARE_SWITCH = "KVSWAP_SGLANG_SHARE"
 
 _TRANSFER = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -68,6 +69,15 @@ _KNOWN_CODEC = {
     f"{_TREE}:UnifiedRadixCache._all_reduce_attn_groups": ["self", "tensor", "op"],
     f"{_CORE}:UnifiedTreeCoreInterface.build_load_back_spec": ["self", "node_id", "req"],
 }
+_KNOWN_SHARE = {
+    f"{_POOLS}.mla:MLATokenToKVPoolHost.init_kv_buffer": ["self"],
+    f"{_POOLS}.mla:MLATokenToKVPoolHost._initialize_transfer_views": ["self"],
+    f"{_POOLS}.base:HostKVCache._allocate_host_buffer": ["self"],
+    f"{_POOLS}.base:HostKVCache.clear": ["self"],
+    f"{_POOLS}.base:HostKVCache.destroy": ["self"],
+    f"{_POOLS}.base:host_memory_budget_scope": ["budget_bytes"],
+    f"{_TREE}:UnifiedRadixCache.init_hicache": ["self", "server_args", "params"],
+}
 PROBE: Any = object()
 
 
@@ -105,6 +115,7 @@ _DONE = {
     SWITCH: "copies between device and host memory are kvswap's",
     MEMORY_SWITCH: "host memory is kvswap's",
     CODEC_SWITCH: "pages of host memory are coded",
+    SHARE_SWITCH: "ranks with the same latents share one host pool",
 }
 
 
@@ -145,16 +156,19 @@ def _why_not(known: dict[str, list[str]]) -> str | None:
     return None
 
 
-def _keeps(controller: Any, host_pool: Any) -> bool:
-    keeps = getattr(getattr(controller, "l2_transfer_engine", None), "keeps_ids", None)  # CopyEngine's
-    return keeps is not None and bool(keeps(host_pool))
+def _kept(controller: Any, host_pool: Any, device: Any) -> Any:
+    """Ids of the device for kvswap's copies; None: SGLang moves them."""
+    engine: Any = getattr(controller, "l2_transfer_engine", None)
+    keeps = getattr(engine, "keeps_ids", None)  # CopyEngine's
+    return engine.device_ids(host_pool, device) if keeps is not None and keeps(host_pool) else None
 
 
 def _move_indices(original: Callable[..., Any], controller: Any, host: Any, device: Any, *_: Any) -> Any:
     """HiCacheController.move_indices: for pools that kvswap copies, the ids are returned unchanged."""
     if controller is PROBE:
         return PROBE
-    return (host, device) if _keeps(controller, controller.mem_pool_host) else original(controller, host, device)
+    kept = _kept(controller, controller.mem_pool_host, device)
+    return original(controller, host, device) if kept is None else (host, kept)
 
 
 def _move_pool_indices(
@@ -163,7 +177,8 @@ def _move_pool_indices(
     """HybridCacheController._move_pool_indices: the same, by pool."""
     if controller is PROBE:
         return PROBE
-    return (host, device) if _keeps(controller, pool) else original(controller, pool, host, device, **options)
+    kept = _kept(controller, pool, device)
+    return original(controller, pool, host, device, **options) if kept is None else (host, kept)
 
 
 def _add(registry: Any, target: str, replacement: Any, kind: Any) -> None:
@@ -243,6 +258,15 @@ def _coded(kind: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def _shared(kind: Any) -> list[tuple[str, Any, Any]]:
+    from kvswap.sglang._shared import AROUND, SharedMLATokenToKVPoolHost
+
+    return [
+        (f"{_POOLS}.mla.MLATokenToKVPoolHost", SharedMLATokenToKVPoolHost, kind.REPLACE),
+        *((f"{_TREE}.UnifiedRadixCache.{name}", hook, kind.AROUND) for name, hook in AROUND.items()),
+    ]
+
+
 def _memory(kind: Any) -> list[tuple[str, Any, Any]]:
     from kvswap.sglang._memory import HostPoolAllocator
 
@@ -261,20 +285,34 @@ def _is_coded() -> bool:
     return found is not None
 
 
+def _is_shared() -> bool:
+    if not _is_on(SHARE_SWITCH):
+        return False
+    if os.environ.get(CODEC_SWITCH):
+        _log.error("%s does not go with %s. Host pools are not shared", SHARE_SWITCH, CODEC_SWITCH)
+        return False
+    if not _is_on(SWITCH):
+        _log.error("%s needs %s=1: kvswap's copies share. Host pools are not shared", SHARE_SWITCH, SWITCH)
+        return False
+    return True
+
+
 def register() -> None:
     """SGLang's plugin hook (group sglang.srt.plugins).
 
     KVSWAP_SGLANG_COPIES=1: the copies between device and host memory are kvswap's. KVSWAP_SGLANG_HOST_MEMORY=1: so is
-    the host memory's allocator. KVSWAP_SGLANG_CODEC=CODEC, beside the first: pages of host memory are coded. Otherwise
-    it does nothing.
+    the host memory's allocator. KVSWAP_SGLANG_CODEC=CODEC, beside the first: pages of host memory are coded.
+    KVSWAP_SGLANG_SHARE=1, beside the first: ranks with the same latents share one host pool. Otherwise it does nothing.
     """
-    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH, CODEC_SWITCH)):
+    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH, CODEC_SWITCH, SHARE_SWITCH)):
         into("sglang")
-    copies, coded = _is_on(SWITCH), _is_coded()
+    copies, coded, shared = _is_on(SWITCH), _is_coded(), _is_shared()
     if copies:
         _register(SWITCH, _KNOWN, _copies)
     if coded:
         _register(CODEC_SWITCH, _KNOWN_CODEC, _coded)
+    if shared:
+        _register(SHARE_SWITCH, _KNOWN_SHARE, _shared)
     if _is_on(MEMORY_SWITCH):
         _register(MEMORY_SWITCH, _KNOWN_MEMORY, _memory)
 

@@ -112,7 +112,7 @@ class Engine:
             hicache_mem_layout=options.layout,
             hicache_ratio=2.0,
             hicache_size=getattr(options, "host_gb", 0),
-            hicache_write_policy="write_through",
+            hicache_write_policy=getattr(options, "write_policy", "write_through"),
             hicache_storage_backend="dynamic" if folder else None,
             hicache_storage_prefetch_policy="wait_complete",
             hicache_storage_backend_extra_config=json.dumps(given),
@@ -286,6 +286,7 @@ class Engine:
             buffer.view(torch.int16).fill_(NONSENSE)
         for entry in self.tree.host_pool_group.entries:
             entry.host_pool.kv_buffer.view(torch.int16).fill_(NONSENSE)
+        dist.barrier()  # ranks may share the host pool
 
     def again(self, tokens: list[int]) -> int:
         """With nothing but the files: how many tokens come from them."""
