@@ -151,7 +151,7 @@ class HostSide:
 
     def __init__(self, device: _C.Device, layout: Layout) -> None:
         caches, count, stride = layout.caches(), layout.num_cpu_blocks, layout.slot_nbytes
-        self._memory: memory.HostPool | None = memory.HostPool(count, stride, device=device)
+        self._memory = memory.HostPool(count, stride, device=device)
         self.written = np.zeros(count, np.bool_)
         offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=self._memory.ptr)
         self.pools = _pools(device, caches, list(offsets)[:-1], "host", stride, count)
@@ -163,9 +163,7 @@ class HostSide:
     def close(self) -> None:
         """Free the memory after the swaps that use it have ended. May be called again if it raised."""
         self.pools = []
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self._memory.close()
 
 
 def submit(

@@ -80,14 +80,19 @@ def _run(args: argparse.Namespace) -> int:
     return process.run(settings)
 
 
-def _status(args: argparse.Namespace) -> int:
+def _client(args: argparse.Namespace) -> Any:
+    """A client of a running manager. By itself a client waits for a manager to start."""
     _need_packages()
     from kvswap.fastdeploy.client import Client
 
+    directory = arguments.place_of(args)
+    places.check_running(directory)
+    return Client(directory)
+
+
+def _status(args: argparse.Namespace) -> int:
     with document(args, "manager status") as out:
-        directory = arguments.place_of(args)
-        places.check_running(directory)  # a client would wait for a manager to start
-        with Client(directory) as client:
+        with _client(args) as client:
             found = client.status(args.timeout)
         for_person(args).text(_as_text(found), hang=10)
         out.write(found)
@@ -113,14 +118,9 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    _need_packages()
-    from kvswap.fastdeploy.client import Client
-
     with document(args, "manager drain") as out:
         begin = time.monotonic()
-        directory = arguments.place_of(args)
-        places.check_running(directory)  # a client would wait for a manager to start
-        with Client(directory) as client:
+        with _client(args) as client:
             client.drain(args.timeout, undo=args.undo)
         seconds = time.monotonic() - begin
         done = "takes tasks again" if args.undo else f"drained in {seconds:.1f} s; --undo takes tasks again"

@@ -6,7 +6,7 @@ rank and its reason, as soon as the other ranks have ended their parts or died. 
 States of a task on rank 0. No lock: only the thread of the process's loop calls the Coordinator.
 
                     Submit
-                      | _submit()
+                      | ask()
          refused <----+  _refusal(): Answer with a code, no Result
                       | _take()
                       +---- it reads a block known as lost --------+
