@@ -24,6 +24,7 @@ pytest.importorskip("msgspec")
 
 import zmq
 from conftest import AT_ONCE, PATIENCE, ROOT, until
+from managers import Manager
 
 import kvswap
 from kvswap.fastdeploy import _link
@@ -363,26 +364,17 @@ def test_dropping_a_client_waits_for_nothing(folder: Path) -> None:
     link.close()
 
 
-def test_a_manager_that_ends_does_not_wait_for_who_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    rank: Any = process.Rank0.__new__(process.Rank0)
-    rank._coordinator = left = SimpleNamespace(under_way=1, undelivered=9)
-    rank._undelivered, rank._moved = -1, 0.0
-    for now[0] in (100.0, 110.0, 129.0):
-        assert rank._unfinished(130.0)  # a task is waited for
-    left.under_way, left.undelivered = 0, 8
-    for now[0] in (110.0, 112.0):
-        assert rank._unfinished(130.0)
-    left.undelivered = 7  # one was taken: it goes on
-    for now[0] in (112.5, 114.0):
-        assert rank._unfinished(130.0)
-    now[0] = 116.0
-    assert not rank._unfinished(130.0)
-    left.under_way = 1
-    assert rank._unfinished(130.0)
-    now[0] = 130.0
-    assert not rank._unfinished(130.0)
+def test_a_manager_that_ends_does_not_wait_for_a_client_that_reads_nothing() -> None:
+    """It is asked to read its last message, and given a few seconds; a client that reads has all its results."""
+    with Manager(1) as manager, zmq.Context() as context:
+        client, silent = manager.ready_client(), context.socket(zmq.DEALER)
+        silent.connect(f"ipc://{places.socket_path(manager.directory)}")
+        silent.send(messages.encode(messages.Ask(1, "status")))
+        assert silent.poll(PATIENCE * 1000)  # it is known to rank 0
+        task = client.swap(SWAP2CPU, [1], [1])
+        manager.signal(0, signal.SIGTERM)
+        assert manager.wait(0) == 0 and client.result(task, PATIENCE).ok
+        silent.close(0)
 
 
 def test_a_lock_or_a_state_that_is_no_file(tmp_path: Path) -> None:

@@ -265,6 +265,10 @@ class Coordinator:
                 if not unsent:
                     self._unsent.pop(client, None)
 
+    def keeps(self, client: bytes) -> bool:
+        """Whether results for this client could not be sent yet."""
+        return client in self._unsent
+
     @property
     def undelivered(self) -> int:
         return sum(len(unsent) for unsent in self._unsent.values())

@@ -35,8 +35,7 @@ _log = logging.getLogger("kvswap.manager")
 _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until unsent messages are tried again
 _KEPT_MESSAGES = 8192  # room in a socket's queues, beside tasks
-_SILENT = 3.0  # seconds without a delivered message after which an ending manager stops waiting for clients
-_LAST_WORDS = 1.0  # seconds that clients have to read rank 0's last messages
+_LAST_WORDS = 3.0  # seconds that clients have to read rank 0's last messages
 _SPARE_CONNECTIONS = 64  # that are not clients, or not yet
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
@@ -65,7 +64,7 @@ class _Process:
     _report: Callable[[Done | StepDone], None]
     _go_round: Callable[[int], None]  # sends what is to be sent, sleeps some milliseconds, and handles what has arrived
     _take_one: Callable[[list[zmq.Frame], places.Peer], None]  # handles a message
-    _unfinished: Callable[[float], bool]  # once it is to end: whether to go on, at most until that time
+    _unfinished: Callable[[], bool]  # once it is to end: whether to go on
     _under_way: Callable[[], int]  # the number of tasks that have not ended
 
     def __init__(self, settings: Settings, signals: list[int], kind: int) -> None:
@@ -88,7 +87,7 @@ class _Process:
     def run(self) -> int:
         deadline, beaten = None, 0.0
         try:
-            while deadline is None or self._unfinished(deadline):
+            while deadline is None or (time.monotonic() < deadline and self._unfinished()):
                 sleep_ms = self._worker.pump()
                 if self._worker.failed:
                     raise _C.Error(self._worker.failed)
@@ -149,7 +148,6 @@ class Rank0(_Process):
         self._door = Door(self._socket, self._path, min(most, max(_SPARE_CONNECTIONS // 8, limit // 4)))
         self._socket.bind(f"ipc://{self._path}")
         self._connections: dict[bytes, _Connection] = {}
-        self._undelivered, self._moved = -1, 0.0  # while ending: number of undelivered results, and since when
         self._coordinator = Coordinator(settings, state, self._send, self._to_rank, self._keep_state, self._metrics)
         self._coordinator.hello(0, os.getpid())
         self._worker.start(state)
@@ -287,13 +285,8 @@ class Rank0(_Process):
         self._coordinator.tick()
         self._wait(sleep_ms)
 
-    def _unfinished(self, deadline: float) -> bool:
-        """Whether to keep waiting: for tasks until the deadline, for messages while clients still receive some."""
-        now, undelivered = time.monotonic(), self._coordinator.undelivered
-        if undelivered != self._undelivered:
-            self._undelivered, self._moved = undelivered, now
-        left = self._coordinator.under_way > 0 or (undelivered > 0 and now - self._moved < _SILENT)
-        return left and now < deadline
+    def _unfinished(self) -> bool:
+        return self._coordinator.under_way > 0
 
     def _wait(self, sleep_ms: int) -> None:
         ready = self._poller.poll(min(sleep_ms, _FULL_MS) if self._coordinator.undelivered else sleep_ms)
@@ -310,15 +303,17 @@ class Rank0(_Process):
         until = time.monotonic() + _LAST_WORDS
         asked: set[bytes] = set()
         while time.monotonic() < until:
+            self._coordinator.flush()
             clients = {name for name, connection in self._connections.items() if connection.rank < 0}
-            asked |= {name for name in clients - asked if self._send(name, messages.Closing())}
             if not clients:
                 return
+            for name in clients - asked:
+                if not self._coordinator.keeps(name) and self._send(name, messages.Closing()):
+                    asked.add(name)
             self._wait(_FULL_MS)
 
     def _close(self) -> None:
         self._coordinator.abandon("the manager was stopped")
-        self._coordinator.flush()
         with contextlib.suppress(zmq.ZMQError):
             self._part()
         for name in list(self._connections):
@@ -434,13 +429,9 @@ class RankN(_Process):
         self._take()
         self._look_around()
 
-    def _unfinished(self, deadline: float) -> bool:
-        """Whether to keep waiting: until rank 0 sends Left or is not connected."""
-        if time.monotonic() > deadline:
-            return False
-        if not self._welcome:
-            return self._worker.busy > 0
-        return not self._left or self._worker.busy > 0
+    def _unfinished(self) -> bool:
+        """Until rank 0 sends Left or is not connected."""
+        return self._worker.busy > 0 or (self._welcome and not self._left)
 
     def _close(self) -> None:
         self._watch(0)
