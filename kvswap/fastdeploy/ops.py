@@ -10,7 +10,7 @@ cache: any tensor that kvswap takes (paddle's, torch's, NumPy's, ...), contiguou
   [num_blocks, kv_heads, block_size, head_dim], or [num_blocks, kv_heads, block_size] for scales. Host memory is an
   address, of cuda_host_alloc() or of any memory that the device can reach.
 swap_block_ids_gpu, swap_block_ids_cpu: sequences of ints or integer arrays, of the same length; no target block twice.
-  Error messages call them gpu_block_ids and cpu_block_ids.
+  Error messages call them gpu_block_ids and cpu_block_ids, mode direction, and max_block_num_cpu num_cpu_blocks.
 rank: selects the device: cuda:rank, or host:rank if there is no GPU. mode: 0 copies from the GPU to the host (D2H), 1
   from the host to the GPU (H2D).
 stream: the swap behaves as if enqueued on this stream. None: CuPy's current stream if one is set (the swap then also
@@ -27,10 +27,9 @@ import inspect
 import itertools
 import math
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from kvswap import _C
 from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
@@ -143,37 +142,28 @@ def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
     return kept, addresses
 
 
-class _Call(Generic[_T]):
-    """A call of an op: its checked arguments that all ops have. count: of the blocks."""
+def _submit(
+    swap: _Swap[_T],
+    tensors: list[Any],
+    blocks: list[Blocks],
+    ptrs: list[int],
+    cpu_blocks: int,
+    ids: tuple[_Ids, _Ids],
+    mode: int,
+    device: _C.Device,
+    stream: Any,
+    cpu_stride: int | None = None,
+) -> _T:
+    if all(map(_is_empty, ids)):  # without ids there is nothing to check
+        tensors, blocks, ptrs, ids = [], [], [], ((), ())
+    stream, after = order_of(tensors[0], stream) if tensors else (stream, ())
+    nbytes, numbers = [block.nbytes for block in blocks], [block.num for block in blocks]
+    options: Any = {"cpu_stride": cpu_stride, "stream": stream, "after": after, "device": device}
+    return swap(tensors, ptrs, nbytes, numbers, cpu_blocks, *ids, mode, **options)
 
-    def __init__(
-        self, swap: _Swap[_T], gpu_ids: _Ids, cpu_ids: _Ids, rank: int, mode: Any, stream: Any, device: _Device
-    ) -> None:
-        # FastDeploy's ops take every mode but 0 as H2D, so that a wrong mode overwrites the cache.
-        if isinstance(mode, bool) or mode not in (0, 1):
-            raise ValueError(f"mode is {mode!r}: must be 0 (GPU to host) or 1 (host to GPU)")
-        for ids, name in ((gpu_ids, "swap_block_ids_gpu"), (cpu_ids, "swap_block_ids_cpu")):
-            if isinstance(ids, str | bytes) or not hasattr(ids, "__len__"):
-                raise TypeError(f"{name} must be a sequence of ints, not {type(ids).__name__}")
-        self.count = len(gpu_ids)
-        if self.count != len(cpu_ids):
-            raise ValueError(
-                f"swap_block_ids_gpu has {self.count} ids and swap_block_ids_cpu has {len(cpu_ids)}: "
-                "they are pairs, as many on both sides"
-            )
-        self._swap, self._ids, self._mode, self._stream = swap, (gpu_ids, cpu_ids), int(mode), stream
-        self._device = device_of(rank, device)
 
-    def submit(
-        self, tensors: list[Any], blocks: list[Blocks], ptrs: list[int], cpu_blocks: int, cpu_stride: int | None = None
-    ) -> _T:
-        ids = self._ids
-        if not self.count:  # without ids there is nothing to check
-            tensors, blocks, ptrs, ids = [], [], [], ((), ())
-        stream, after = order_of(tensors[0], self._stream) if tensors else (self._stream, ())
-        nbytes, numbers = [block.nbytes for block in blocks], [block.num for block in blocks]
-        options: Any = {"cpu_stride": cpu_stride, "stream": stream, "after": after, "device": self._device}
-        return self._swap(tensors, ptrs, nbytes, numbers, cpu_blocks, *ids, self._mode, **options)
+def _is_empty(ids: _Ids) -> bool:
+    return hasattr(ids, "__len__") and len(ids) == 0
 
 
 # -- the ops: each returns when the copy is done, and its _async twin returns the Transfer at once ---------------------
@@ -225,11 +215,10 @@ def _swap_cache_all_layers(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    call = _Call(swap, swap_block_ids_gpu, swap_block_ids_cpu, rank, mode, stream, device)
-    most = _index(max_block_num_cpu, "max_block_num_cpu")
+    on, ids = device_of(rank, device), (swap_block_ids_gpu, swap_block_ids_cpu)
     kept, addresses = _pairs(cache_gpu_tensors, cache_cpu_ptrs)
     blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
-    return call.submit(kept, blocks, addresses, most)
+    return _submit(swap, kept, blocks, addresses, max_block_num_cpu, ids, mode, on, stream)
 
 
 def _swap_cache_per_layer(
@@ -252,10 +241,9 @@ def _swap_cache_per_layer(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    call = _Call(swap, swap_block_ids_gpu, swap_block_ids_cpu, rank, mode, stream, device)
-    most = _index(max_block_num_cpu, "max_block_num_cpu")
-    address = _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
-    return call.submit([cache_gpu], [blocks_of(cache_gpu, "cache_gpu")], [address], most)
+    on, ids = device_of(rank, device), (swap_block_ids_gpu, swap_block_ids_cpu)
+    blocks, address = [blocks_of(cache_gpu, "cache_gpu")], [_index(cache_cpu_ptr, "cache_cpu_ptr", 1)]
+    return _submit(swap, [cache_gpu], blocks, address, max_block_num_cpu, ids, mode, on, stream)
 
 
 def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
@@ -296,16 +284,16 @@ def _swap_cache_layout(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    call = _Call(swap, gpu_block_ids, cpu_block_ids, rank, mode, stream, device)
-    base = _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
+    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
     if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
         raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
-    tensors = list(cache_gpu_tensors) if call.count else []
+    tensors = [] if _is_empty(gpu_block_ids) else list(cache_gpu_tensors)
     blocks = _layout_blocks(tensors, cache_shape)
     *offsets, stride = itertools.accumulate((block.nbytes for block in blocks), initial=0)
     ptrs = [base + offset for offset in offsets]
     most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
-    return call.submit(tensors, blocks, ptrs, most, stride or None)
+    ids = gpu_block_ids, cpu_block_ids
+    return _submit(swap, tensors, blocks, ptrs, most, ids, mode, on, stream, stride or None)
 
 
 swap_cache_all_layers, swap_cache_all_layers_async = _pair(_swap_cache_all_layers)
@@ -317,9 +305,6 @@ swap_cache = swap_cache_per_layer  # the older name
 # -- host memory ------------------------------------------------------------------------------------------------------
 
 _FLAGS = 0x01 | 0x02 | 0x04  # portable, mapped (this memory always is both), write-combined (ignored)
-
-_host_lock = threading.Lock()
-_host: dict[int, _C.Memory] = {}  # guarded by _host_lock; allocations of cuda_host_alloc(), by address
 
 
 def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> int:
@@ -335,26 +320,13 @@ def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> i
     size, bits = _index(nbytes, "nbytes", 1), _index(flags, "flags")
     if bits & ~_FLAGS:
         raise ValueError(f"flags is {bits:#x}: of cudaHostAlloc's flags there are 1, 2 and 4")
-    memory = current_device(device).alloc(size, host=True)
-    with _host_lock:
-        _host[memory.ptr] = memory
-    return memory.ptr
+    return _C.host_alloc(size, device=current_device(device))
 
 
 def cuda_host_free(ptr: int) -> None:
-    """Free what cuda_host_alloc() returned, after the transfers that use it have ended.
+    """Free what cuda_host_alloc() returned, after the transfers that use it and all other work of the device.
 
-    ValueError: not an address of cuda_host_alloc(), or freed already. TimeoutError: transfers still use the memory
-    after 60 s, and it stays allocated. Any thread may call.
+    ValueError: not an address of cuda_host_alloc(), or freed already. TimeoutError: they have not ended after 60 s, and
+    the memory stays allocated. Any thread may call.
     """
-    address = _index(ptr, "ptr")
-    with _host_lock:
-        memory = _host.pop(address, None)
-    if memory is None:
-        raise ValueError(f"ptr is {address:#x}: not an address from cuda_host_alloc(), or freed already")
-    try:
-        memory.free()
-    except BaseException:
-        with _host_lock:
-            _host[address] = memory
-        raise
+    _C.host_free(_index(ptr, "ptr"))
