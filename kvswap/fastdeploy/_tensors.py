@@ -49,23 +49,10 @@ def itemsize(tensor: Any, name: str) -> int:
     raise TypeError(f"{name} does not say how large its elements are: {type(tensor).__name__} has no element_size()")
 
 
-def _check_contiguous(tensor: Any, shape: tuple[int, ...], name: str) -> None:
-    """Block i is addressed as base + i * nbytes, which is wrong for a strided tensor."""
-    method = getattr(tensor, "is_contiguous", None)
-    if callable(method):
-        contiguous = bool(method())
-    elif (flags := getattr(tensor, "flags", None)) is not None:
-        contiguous = bool(flags["C_CONTIGUOUS"] if hasattr(flags, "__getitem__") else flags.c_contiguous)
-    else:
-        contiguous = True  # unknown here: the swap checks the strides that the array protocol gives
-    if not contiguous:
-        raise ValueError(f"{name} is not contiguous (shape {list(shape)}): its blocks do not lie one behind the other")
-
-
 def blocks_of(tensor: Any, name: str) -> Blocks:
     """The blocks of a cache [num_blocks, kv_heads, block_size, head_dim], or of scales [num_blocks, heads, block_size].
 
-    TypeError: not a tensor. ValueError: not 3-D or 4-D, or not contiguous.
+    TypeError: not a tensor. ValueError: not 3-D or 4-D. The core checks that it is contiguous.
     """
     shape = _shape(tensor, name)
     if len(shape) not in (3, 4):
@@ -73,7 +60,6 @@ def blocks_of(tensor: Any, name: str) -> Blocks:
             f"{name} has shape {list(shape)}: a cache is [num_blocks, kv_heads, block_size, head_dim], "
             "scales are [num_blocks, kv_heads, block_size]"
         )
-    _check_contiguous(tensor, shape, name)
     num, *extents = shape
     return Blocks(num, math.prod(extents) * itemsize(tensor, name))
 
