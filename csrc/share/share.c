@@ -22,7 +22,7 @@
 
 static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
 static const uint64_t MOST_SLOT_NBYTES = 64 << 20;
-static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000;
+static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000, AGAIN_NS = 1000000000;
 enum { MOST_MESSAGES = 256 };        /* read in a round: what the slots of a link allow is less */
 static const int64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
 
@@ -605,14 +605,22 @@ int kvs_share_close(struct kvs_share *share, int64_t timeout_ns, struct kvs_erro
   return status;
 }
 
+int kvs_share_finish(struct kvs_share *share, struct kvs_error *err) {
+  if (share->pid != getpid()) return KVS_OK;
+  pthread_mutex_lock(&share->lock);
+  bool asked = share->stop;
+  pthread_mutex_unlock(&share->lock);
+  return kvs_share_close(share, asked ? AGAIN_NS : PATIENCE_NS, err);
+}
+
 void kvs_share_ref(struct kvs_share *share) { atomic_fetch_add(&share->refs, 1); }
 
 /* In a forked child the memory stays: its locks may be held for ever. It also stays where pieces are still under way
- * after a minute. */
+ * at the end. */
 void kvs_share_unref(struct kvs_share *share) {
   struct kvs_error ignored;
   if (atomic_fetch_sub(&share->refs, 1) != 1 || share->pid != getpid()) return;
-  if (share->threaded && kvs_share_close(share, PATIENCE_NS, &ignored)) return;
+  if (share->threaded && kvs_share_finish(share, &ignored)) return;
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
     if (share->links[i].state != KVS_LINK_UNUSED) give_back(share, &share->links[i]);
   share_free(share);

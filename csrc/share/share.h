@@ -43,6 +43,8 @@ void kvs_share_unref(struct kvs_share *); /* the last reference closes it */
 /* Stop: unfinished jobs fail with KVS_CLOSED for what had not begun. Waits for the pieces under way. KVS_TIMEOUT: it
  * goes on, and may be called again. */
 int kvs_share_close(struct kvs_share *, int64_t timeout_ns, struct kvs_error *);
+/* For destructors: within a minute; within a second where an earlier call has not ended. */
+int kvs_share_finish(struct kvs_share *, struct kvs_error *);
 
 /* What a member must agree on with others. */
 struct kvs_share_form {

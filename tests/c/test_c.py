@@ -28,6 +28,7 @@ THREADED = [
     "test_files",
     "test_files_shared",
     "test_share",
+    "test_share_members",
     "test_threads",
     "test_borrow",
 ]
