@@ -36,10 +36,9 @@ static size_t blocks_of(const struct kvs_share *share, const struct kvs_share_jo
   return left < share->piece_blocks ? left : share->piece_blocks;
 }
 
-static void fail_piece(struct kvs_share *share, struct kvs_share_job *job, size_t piece, size_t block) {
-  uint8_t *failed = &job->failed[piece * share->piece_blocks + block];
-  job->nfailed += !*failed;
-  *failed = 1;
+static void fail_position(struct kvs_share_job *job, size_t position) {
+  job->nfailed += !job->failed[position];
+  job->failed[position] = 1;
 }
 
 /* Whether others have asked for pieces of it. They are all here when its own work has ended, so that is soon over. */
@@ -85,7 +84,8 @@ static void fail_pieces(struct kvs_share *share, struct kvs_share_job *job, cons
                         const struct kvs_error *why) {
   if (!job->error.status) job->error = *why;
   for (size_t i = 0; i < count; i++)
-    for (size_t block = 0; block < blocks_of(share, job, pieces[i]); block++) fail_piece(share, job, pieces[i], block);
+    for (size_t block = 0; block < blocks_of(share, job, pieces[i]); block++)
+      fail_position(job, pieces[i] * share->piece_blocks + block);
   end_pieces(share, job, count);
 }
 
@@ -275,7 +275,7 @@ static void forget_failure(const struct kvs_share *share, struct kvs_pool *const
 static void fail_own(struct kvs_share *share, struct kvs_share_job *job, size_t piece, size_t block) {
   size_t position = piece * share->piece_blocks + block;
   bool in = job->direction == KVS_H2D;
-  fail_piece(share, job, piece, block);
+  fail_position(job, position);
   forget_failure(share, in ? share->gpu_pools : share->host_pools, in ? job->gpu[position] : job->host[position],
                  share->streams[job->streams][1]);
 }
@@ -445,11 +445,6 @@ static uint32_t ranks_of(const struct kvs_share_job *job) {
 
 static size_t part_of_block(const struct kvs_share *share, const struct kvs_share_job *job, size_t position) {
   return position / share->piece_blocks % job->nranks;
-}
-
-static void fail_position(struct kvs_share_job *job, size_t position) {
-  job->nfailed += !job->failed[position];
-  job->failed[position] = 1;
 }
 
 /* How the part of a rank has ended. A block of its part is stored only if it says so. */

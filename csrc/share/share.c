@@ -10,7 +10,6 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
-#include "base/fork.h"
 #include "base/thread.h"
 #include "base/wait.h"
 #include "device/share.h"
@@ -231,30 +230,33 @@ static void wake(const struct kvs_share *share) {
 
 /* -- links --------------------------------------------------------------------------------------------------------- */
 
-/* One chunk: one descriptor. */
-static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int *fd, struct kvs_error *err) {
-  struct kvs_engine *engine = share->engine;
+/* New memory, or that of another member's descriptor. One chunk: one descriptor. */
+static int map_slots(struct kvs_share *share, unsigned slots, int fd, uint64_t *ptr, struct kvs_error *err) {
   struct kvs_range *range;
-  uint64_t granule, nbytes = share->nslots * share->slot_nbytes;
-  int status = kvs_dev_chunk_granularity(engine->device, &granule, err);
+  uint64_t granule, nbytes = slots * share->slot_nbytes;
+  int status = kvs_dev_chunk_granularity(share->engine->device, &granule, err);
   if (status) return status;
   nbytes = (nbytes + granule - 1) / granule * granule;
-  status = kvs_range_new(engine, nbytes, &range, err);
+  status = kvs_range_new(share->engine, nbytes, &range, err);
   if (status) return status;
-  status = kvs_range_add(range, nbytes, -1, err);
-  if (!status) status = kvs_range_finish(range, &link->near, err);
-  if (status) {
-    kvs_range_drop(range);
-    return status;
-  }
-  status = kvs_memory_add(engine, link->near, nbytes, KVS_ORIGIN_ALLOCATED, err);
-  if (status) {
-    struct kvs_error ignored;
-    (void)kvs_range_free(engine, link->near, &ignored);
-    link->near = 0;
-    return status;
-  }
-  return kvs_dev_chunk_share(engine->device, link->near, fd, err);
+  status = kvs_range_add(range, nbytes, fd, err);
+  if (!status) status = kvs_range_finish(range, ptr, err);
+  if (status) kvs_range_drop(range);
+  return status;
+}
+
+static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int *fd, struct kvs_error *err) {
+  struct kvs_engine *engine = share->engine;
+  struct kvs_error ignored;
+  uint64_t ptr;
+  int status = map_slots(share, share->nslots, -1, &ptr, err);
+  if (status) return status;
+  status = kvs_memory_add(engine, ptr, share->nslots * share->slot_nbytes, KVS_ORIGIN_ALLOCATED, err);
+  if (status)
+    (void)kvs_range_free(engine, ptr, &ignored);
+  else
+    link->near = ptr;
+  return status ? status : kvs_dev_chunk_share(engine->device, ptr, fd, err);
 }
 
 static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link, struct kvs_error *err) {
@@ -316,20 +318,6 @@ int kvs_share_meet(struct kvs_share *share, unsigned rank, int *fd, struct kvs_e
   return status;
 }
 
-static int map_far(struct kvs_share *share, int fd, unsigned slots, uint64_t *far, struct kvs_error *err) {
-  struct kvs_range *range;
-  uint64_t granule, nbytes = slots * share->slot_nbytes;
-  int status = kvs_dev_chunk_granularity(share->engine->device, &granule, err);
-  if (status) return status;
-  nbytes = (nbytes + granule - 1) / granule * granule;
-  status = kvs_range_new(share->engine, nbytes, &range, err);
-  if (status) return status;
-  status = kvs_range_add(range, nbytes, fd, err);
-  if (!status) status = kvs_range_finish(range, far, err);
-  if (status) kvs_range_drop(range);
-  return status;
-}
-
 static int check_met_locked(const struct kvs_share *share, unsigned rank, struct kvs_error *err) {
   if (!share->stop && share->links[rank].state == KVS_LINK_MADE) return KVS_OK;
   return kvs_fail(err, KVS_CLOSED, "the member is closed, or rank %u was not met", rank);
@@ -344,7 +332,7 @@ static int link_up(struct kvs_share *share, unsigned rank, const struct kvs_shar
   pthread_mutex_lock(&share->lock);
   int status = check_met_locked(share, rank, err);
   pthread_mutex_unlock(&share->lock);
-  if (!status) status = map_far(share, slots_fd, given->far_slots, &far, err);
+  if (!status) status = map_slots(share, given->far_slots, slots_fd, &far, err);
   if (status) return status;
   pthread_mutex_lock(&share->lock);
   status = check_met_locked(share, rank, err);
@@ -658,18 +646,11 @@ int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, cons
   return KVS_OK;
 }
 
-void kvs_share_job_ref(struct kvs_share_job *job) {
-  kvs_share_ref(job->share);
-  atomic_fetch_add(&job->refs, 1);
-}
-
 void kvs_share_job_unref(struct kvs_share_job *job) {
   struct kvs_share *share = job->share;
   if (atomic_fetch_sub(&job->refs, 1) == 1) kvs_receive_free(job);
   kvs_share_unref(share);
 }
-
-struct kvs_share *kvs_share_job_share(const struct kvs_share_job *job) { return job->share; }
 
 bool kvs_share_job_done(struct kvs_share_job *job) {
   if (job->share->pid != getpid()) return true;

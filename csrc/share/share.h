@@ -7,7 +7,7 @@
 #include "kvswap.h"
 
 struct kvs_share;     /* one member; reference-counted */
-struct kvs_share_job; /* one load or store; reference-counted */
+struct kvs_share_job; /* one load or store */
 
 struct kvs_share_options {
   /* Pairs of pools: host_pools are block-first in one shared pool, that all members have registered: block i of all of
@@ -81,9 +81,7 @@ struct kvs_share_name {
 int kvs_share_submit(struct kvs_share *, enum kvs_direction, const struct kvs_ids *host, const struct kvs_ids *gpu,
                      const struct kvs_share_name *named, const uint64_t *after, struct kvs_share_job **,
                      struct kvs_error *);
-void kvs_share_job_ref(struct kvs_share_job *);
 void kvs_share_job_unref(struct kvs_share_job *);
-struct kvs_share *kvs_share_job_share(const struct kvs_share_job *); /* borrowed */
 bool kvs_share_job_done(struct kvs_share_job *);
 int kvs_share_job_wait(struct kvs_share_job *, int64_t timeout_ns, struct kvs_error *);
 int kvs_share_job_error(struct kvs_share_job *, struct kvs_error *);
