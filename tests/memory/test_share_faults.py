@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, until
+from conftest import AT_ONCE, PATIENCE, ROOT, elsewhere, until
 from test_share import BLOCK, BLOCKS, BYE, DROP, FAULT, FOUR, LAYERS, TAKE, Here, Other, Rank, Rogue, answer, asked_for
 from test_share import here as here
 from test_share import name as name
@@ -243,3 +244,14 @@ def test_what_one_reported_before_it_was_killed_counts(pair: list[Rank]) -> None
     ended(pair[1])
     pair[0].stop(signal.SIGCONT)
     assert pair[0].hear() == [True, [], None]
+
+
+# -- at random ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_members_killed_and_stopped_at_random() -> None:
+    """A few turns; 500 kills take `python tests/random/kill_members.py 2000 1`."""
+    program = [sys.executable, str(ROOT / "tests" / "random" / "kill_members.py"), "24", "1"]
+    done = subprocess.run(program, **elsewhere(), capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
