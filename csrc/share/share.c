@@ -74,7 +74,7 @@ static int check_pools(const struct kvs_share *share, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* Whether each byte of a block is in a pool. */
+/* Whether each byte of a block is in a pool, or padding. */
 static int find_whole(struct kvs_share *share, struct kvs_error *err) {
   uint8_t *seen = calloc((size_t)share->block_nbytes, 1);
   if (!seen) return kvs_fail(err, KVS_NOMEM, "no memory to look at a block of %" PRIu64 " bytes", share->block_nbytes);
@@ -85,7 +85,7 @@ static int find_whole(struct kvs_share *share, struct kvs_error *err) {
     for (uint64_t row = 0; row < layout.rows; row++)
       memset(rows + row * layout.pitch, 1, layout.block_nbytes / layout.rows);
   }
-  share->whole = !memchr(seen, 0, (size_t)share->block_nbytes);
+  share->whole = share->asked.padded || !memchr(seen, 0, (size_t)share->block_nbytes);
   free(seen);
   return KVS_OK;
 }

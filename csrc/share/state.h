@@ -170,7 +170,7 @@ struct kvs_share {
   /* The host's blocks, one run each. */
   uint64_t host_base, block_nbytes, num_blocks;
   uint8_t *cut; /* by block: another registration begins behind it */
-  bool whole;   /* the pools have each byte of a block */
+  bool whole;   /* the pools have each byte of a block that is not padding */
   uint32_t piece_blocks;
   uint64_t slot_nbytes;
   unsigned nslots;

@@ -18,7 +18,8 @@ from kvswap.share import Member, Place, join_at
 
 class Share(NamedTuple):
     """Who shares a cache. group: a name, as for kvswap.share.join(). path, generation: the same for all ranks that have
-    mapped this host memory, and for no other memory. share_wait, stall: as for kvswap.share.join()."""
+    mapped this host memory, and for no other memory; bytes of its chunks that are in no tensor are padding.
+    share_wait, stall: as for kvswap.share.join()."""
 
     group: str
     rank: int
@@ -95,7 +96,7 @@ class MemberMap:
                 memory: Any = MemoryOf(ptr, hold)
                 pools.append(_C.Pool(device, memory, blocks, page, stride=stride, group=pools[0] if pools else None))
         begin = min(cpu.ptr for cpu in layout.cpus)
-        place = Place(begin, first.stride, first.chunks, share.path, share.generation)
+        place = Place(begin, first.stride, first.chunks, share.path, share.generation, True)
         gpus, hosts = tuple(sides[0]), tuple(sides[1])
         self._member = join_at(
             share.group, share.rank, place, gpus, hosts, share_wait=share.share_wait, stall=share.stall

@@ -33,13 +33,15 @@ _members: weakref.WeakSet[Member] = weakref.WeakSet()
 
 class Place(NamedTuple):
     """Blocks on the host that all members have mapped: block i is the block_nbytes bytes at ptr + i * block_nbytes.
-    path, generation: the same for all that have mapped this memory, and for no other memory."""
+    path, generation: the same for all that have mapped this memory, and for no other memory. padded: bytes of a block
+    that are in no pool are padding, which stores of other members may write to."""
 
     ptr: int
     block_nbytes: int
     num_blocks: int
     path: str
     generation: int
+    padded: bool = False
 
 
 class Member:
@@ -239,6 +241,7 @@ def join_at(
         float(stall),
         float(share_wait),
         float(store_wait),
+        place.padded,
     )
     meeting = Meeting(core, group, rank, place.path, place.generation, bool(lend))
     member = Member(core, meeting, group, rank)
