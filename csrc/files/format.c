@@ -67,7 +67,8 @@ static bool is_number(uint64_t number) { return number >= 1 && number <= KVS_FIL
 
 /* -- layouts ------------------------------------------------------------------------------------------------------- */
 
-void kvs_file_layout_hash(const char *layout, uint64_t block_nbytes, uint8_t hash[16]) {
+/* 128-bit FNV-1a over the format version and block_nbytes (8 bytes each) and the layout text. */
+static void hash_layout(const char *layout, uint64_t block_nbytes, uint8_t hash[16]) {
   __extension__ typedef unsigned __int128 wide;
   const wide prime = ((wide)1 << 88) | 0x13b;
   wide value = ((wide)0x6c62272e07bb0142u << 64) | 0x62b821756295c58du;
@@ -85,7 +86,7 @@ void kvs_file_geometry_make(const char *layout, uint64_t block_nbytes, uint64_t 
   memset(g, 0, sizeof *g);
   strncpy(g->layout, layout, KVS_FILE_LAYOUT_NBYTES);
   /* Hash g's copy of the layout: the caller may modify the original. */
-  kvs_file_layout_hash(g->layout, block_nbytes, g->layout_hash);
+  hash_layout(g->layout, block_nbytes, g->layout_hash);
   g->block_nbytes = block_nbytes;
   g->slot_nbytes = page + (block_nbytes + page - 1) / page * page;
   uint64_t slots = segment_nbytes > page ? (segment_nbytes - page) / g->slot_nbytes : 0;
@@ -116,7 +117,7 @@ static bool sizes_agree(const struct kvs_file_geometry *g) {
     return false;
   if (g->slot_nbytes != page + (g->block_nbytes + page - 1) / page * page) return false;
   if (g->segment_nbytes != page + g->slots * g->slot_nbytes) return false;
-  kvs_file_layout_hash(g->layout, g->block_nbytes, hash);
+  hash_layout(g->layout, g->block_nbytes, hash);
   return memcmp(hash, g->layout_hash, sizeof hash) == 0;
 }
 

@@ -67,9 +67,6 @@ struct kvs_file_bound_page {
   uint64_t turn;   /* rises when the writers should look whether they have to give room back */
 };
 
-/* Hash of a layout: 128-bit FNV-1a over the format version and block_nbytes (8 bytes each) and the layout text. */
-void kvs_file_layout_hash(const char *layout, uint64_t block_nbytes, uint8_t hash[16]);
-
 void kvs_file_geometry_make(const char *layout, uint64_t block_nbytes, uint64_t segment_nbytes,
                             struct kvs_file_geometry *geometry);
 static inline uint64_t kvs_file_slot_offset(const struct kvs_file_geometry *g, uint32_t slot) {

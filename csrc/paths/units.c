@@ -24,7 +24,8 @@ static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's 
 
 static size_t rounded(size_t nbytes) { return (nbytes + 15) & ~(size_t)15; }
 
-void *kvs_stage(struct kvs_submission *s, size_t nbytes, uint64_t *device) {
+/* Space in the transfer's staging: the host address, and the device address after the upload. */
+static void *stage(struct kvs_submission *s, size_t nbytes, uint64_t *device) {
   const struct kvs_staging *staging = s->transfer->staging;
   void *host = (void *)(uintptr_t)(staging->host + s->staged);
   *device = staging->device + s->staged;
@@ -109,7 +110,7 @@ static struct kvs_table_tail stage_codings(struct kvs_submission *s) {
   for (size_t i = 0; i < s->work->ncodings; i++) {
     const struct kvs_coding *coding = s->work->codings[i].coding;
     size_t nbytes = coding->nunits * sizeof *coding->units;
-    memcpy(kvs_stage(s, nbytes, &s->work->codings[i].units), coding->units, nbytes);
+    memcpy(stage(s, nbytes, &s->work->codings[i].units), coding->units, nbytes);
   }
   return (struct kvs_table_tail){host, s->staged - from};
 }
@@ -133,8 +134,7 @@ int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error
   int status = kvs_table_get(s->engine, rows, &tail, stream, &s->transfer->table, &s->units.rows, why);
   if (status == KVS_OK) move_codings(s, from);
   if (status == KVS_NOT_READY) {
-    memcpy(kvs_stage(s, rows->count * sizeof *rows->items, &s->units.rows), rows->items,
-           rows->count * sizeof *rows->items);
+    memcpy(stage(s, rows->count * sizeof *rows->items, &s->units.rows), rows->items, rows->count * sizeof *rows->items);
     status = kvs_upload(s, from, s->staged, stream, why);
   }
   if (status) {
@@ -146,7 +146,7 @@ int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error
 
 size_t kvs_place_list(struct kvs_submission *s, bool aliased, struct kvs_piece **pieces) {
   size_t most = kvs_plan_most_pieces(&s->view, s->work->nbytes, KVS_KERNEL_PIECE), before = s->staged;
-  struct kvs_piece *list = kvs_stage(s, most * sizeof *list, &s->units.pieces);
+  struct kvs_piece *list = stage(s, most * sizeof *list, &s->units.pieces);
   size_t count = kvs_plan_pieces(&s->view, KVS_KERNEL_PIECE, aliased ? &s->work->scratch->regions : NULL, list);
   s->staged = before + rounded(count * sizeof *list);
   *pieces = list;
@@ -159,7 +159,7 @@ int kvs_place_pairs(struct kvs_submission *s, size_t first, size_t end, kvs_stre
   size_t size = sizeof *packing->pairs, from = s->uploaded;
   if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() places all pairs */
   if (end - first <= KVS_INLINE_PAIRS || from >= end) return KVS_OK;
-  if (!s->units.pairs) (void)kvs_stage(s, packing->npairs * size, &s->units.pairs);
+  if (!s->units.pairs) (void)stage(s, packing->npairs * size, &s->units.pairs);
   size_t at = (size_t)(s->units.pairs - staging->device);
   memcpy((char *)(uintptr_t)staging->host + at + from * size, packing->pairs + from, (end - from) * size);
   int status = kvs_upload(s, at + from * size, at + end * size, stream, why);
@@ -173,7 +173,7 @@ void kvs_place_verdicts(struct kvs_submission *s) {
   size_t npairs = s->work->scratch->packing.npairs;
   uint64_t unused;
   if (!s->work->codings || verdicts->words) return;
-  uint32_t *words = kvs_stage(s, npairs * sizeof *words, &unused);
+  uint32_t *words = stage(s, npairs * sizeof *words, &unused);
   memset(words, 0, npairs * sizeof *words);
   kvs_verdicts_place(verdicts, &s->work->scratch->packing, words);
 }
@@ -237,7 +237,7 @@ static int spoil(struct kvs_submission *s, const struct kvs_code_params *params,
 static int verify(struct kvs_submission *s, const struct kvs_code_params *coded, kvs_stream stream,
                   struct kvs_error *why) {
   uint64_t *scratch = &s->scratch[stream != s->lane->stream];
-  if (!*scratch) (void)kvs_stage(s, VERIFY_CTAS * (size_t)KVS_VERIFY_NBYTES, scratch);
+  if (!*scratch) (void)stage(s, VERIFY_CTAS * (size_t)KVS_VERIFY_NBYTES, scratch);
   const struct kvs_verify_params params = {.code = *coded, .scratch = *scratch};
   const struct kvs_launch launch = {.kernel = KVS_KERNEL_VERIFY,
                                     .grid = least(VERIFY_CTAS, coded->count),
@@ -302,7 +302,7 @@ static int launch_ids(struct kvs_submission *s, struct kvs_ids_params *params, e
 /* The pairs, and behind them those of the blocks that are left out: where these were to go is lost too. */
 static uint64_t name_pairs(struct kvs_submission *s, size_t all) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
-  struct kvs_pair *pairs = kvs_stage(s, all * sizeof *pairs, &s->units.pairs);
+  struct kvs_pair *pairs = stage(s, all * sizeof *pairs, &s->units.pairs);
   if (packing->npairs) memcpy(pairs, packing->pairs, packing->npairs * sizeof *pairs);
   for (size_t i = packing->npairs; i < all; i++) {
     uint32_t position = s->work->lost[i - packing->npairs];
@@ -330,10 +330,10 @@ int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_erro
                                   .width = side->ids->width,
                                   .by_dst = side->write};
   params.pairs = s->units.pairs;
-  read->results = kvs_stage(s, npairs * sizeof *read->results, &filled);
+  read->results = stage(s, npairs * sizeof *read->results, &filled);
   read->nresults = npairs;
   params.results = (uint64_t)(uintptr_t)read->results;
-  (void)kvs_stage(s, room, &filled);
+  (void)stage(s, room, &filled);
   if (side->write) params.claims = filled, params.nclaims = claims_of(npairs);
   if (!side->write) s->units.zeros = filled;
   int status = kvs_dev_fill(s->device, filled, side->write ? UINT32_MAX : 0, room / 4, stream, why);
@@ -350,7 +350,7 @@ void kvs_fetch_ids(struct kvs_submission *s) {
   uint64_t unused;
   if (!ids || !ids->count || !s->work->on_device.write || read->queued || s->fatal || !s->transfer->staging) return;
   if (s->transfer->unjoined) return; /* the lane stream has not waited for who writes the ids */
-  if (!read->results) read->results = kvs_stage(s, ids->count * sizeof *read->results, &unused);
+  if (!read->results) read->results = stage(s, ids->count * sizeof *read->results, &unused);
   uint64_t host = (uint64_t)(uintptr_t)read->results, back = (ids->count - 1) * (uint64_t)-ids->stride;
   struct kvs_rect rect = {.dst = host,
                           .src = ids->stride < 0 ? ids->ptr - back : ids->ptr,

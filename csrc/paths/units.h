@@ -18,8 +18,6 @@ int kvs_prepare_list(struct kvs_submission *);
 /* Pairs of slots, and staging for them and for the rows in case all tables are in use. The caller sets s->units. */
 int kvs_prepare_grid(struct kvs_submission *);
 
-/* Space in the transfer's staging: the host address, and the device address after the upload. */
-void *kvs_stage(struct kvs_submission *, size_t nbytes, uint64_t *device);
 int kvs_upload(struct kvs_submission *, size_t from, size_t to, kvs_stream, struct kvs_error *why);
 /* Place the rows, and the units of codings, for kernels on that stream. Place a list of pieces for the view (returns
  * their number); `aliased`: the kernels reach host memory by its device alias. */

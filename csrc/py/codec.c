@@ -7,11 +7,12 @@
 static const char capsule_name[] = "kvswap._C._Coding";
 static const char *const kind_names[] = {"raw", "bf16", "fp16", "e4m3", "e5m2", "fp32"};
 
-struct kvs_coding *kvs_py_coding_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, capsule_name); }
+/* Borrowed; NULL: an exception is set. */
+static struct kvs_coding *coding_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, capsule_name); }
 
 struct kvs_coding *kvs_py_coding_from(PyObject *object, const char *name, Py_ssize_t index) {
   PyObject *capsule = PyObject_GetAttrString(object, "_coding");
-  struct kvs_coding *coding = capsule ? kvs_py_coding_of(capsule) : NULL;
+  struct kvs_coding *coding = capsule ? coding_of(capsule) : NULL;
   Py_XDECREF(capsule); /* `object` holds it */
   if (coding) return coding;
   PyErr_Clear();
@@ -20,7 +21,7 @@ struct kvs_coding *kvs_py_coding_from(PyObject *object, const char *name, Py_ssi
   return NULL;
 }
 
-static void drop(PyObject *capsule) { kvs_coding_close(kvs_py_coding_of(capsule)); }
+static void drop(PyObject *capsule) { kvs_coding_close(coding_of(capsule)); }
 
 /* (offset, nbytes, kind, codec or None); the text lives as long as the tuple. */
 static int read_field(PyObject *item, Py_ssize_t index, struct kvs_field *field) {
@@ -70,7 +71,7 @@ static PyObject *coding_open(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyObject *coding_info(PyObject *module, PyObject *capsule) {
   (void)module;
-  const struct kvs_coding *coding = kvs_py_coding_of(capsule);
+  const struct kvs_coding *coding = coding_of(capsule);
   struct kvs_coding_info info;
   if (!coding) return NULL;
   kvs_coding_get_info(coding, &info);
@@ -90,7 +91,7 @@ static PyObject *code(const struct kvs_py_args *spec, PyObject *const *args, Py_
   uint64_t n[ARGUMENTS];
   size_t bad;
   if (kvs_py_args_parse(spec, args, nargs, kwnames, values) < 0) return NULL;
-  struct kvs_coding *coding = kvs_py_coding_of(values[CODING]);
+  struct kvs_coding *coding = coding_of(values[CODING]);
   if (!coding) return NULL;
   for (int i = BLOCKS; i < spec->total; i++)
     if (kvs_py_uint64(values[i], names[i], -1, &n[i]) < 0) return NULL;

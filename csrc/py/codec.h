@@ -7,7 +7,6 @@
 
 #include "kvswap_codec.h"
 
-struct kvs_coding *kvs_py_coding_of(PyObject *capsule); /* borrowed; NULL: an exception is set */
 /* Of a kvswap.codecs.Coding: lives as long as that. TypeError names the argument. */
 struct kvs_coding *kvs_py_coding_from(PyObject *object, const char *name, Py_ssize_t index);
 

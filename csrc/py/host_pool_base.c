@@ -97,12 +97,27 @@ struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *cons
   return self;
 }
 
+/* Log new notices. */
+static int tell_notices(struct kvs_py_host_pool *self) {
+  struct kvs_host_pool_info info;
+  struct kvs_error ignored;
+  char text[2048];
+  if (kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
+  kvs_host_pool_notices(self->pool, text, sizeof text);
+  char *line = text + atomic_exchange(&self->told, strlen(text));
+  for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+    *end = '\0';
+    if (kvs_py_say(info.refused ? "warning" : "info", "host pool: %s", line) < 0) return -1;
+  }
+  return 0;
+}
+
 PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
                                   const struct kvs_error *err) {
   int wait = rc == KVS_OK ? read_flag(common[KVS_PY_HOST_WAIT], 1) : 0;
   if (rc != KVS_OK)
     kvs_py_raise(kvs_py_state_of((PyObject *)self), err);
-  else if (wait == 0 ? kvs_py_host_pool_tell(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0) {
+  else if (wait == 0 ? tell_notices(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0) {
     PyObject_GC_Track(self);
     return (PyObject *)self;
   }
@@ -150,20 +165,6 @@ static int call_progress(struct kvs_py_host_pool *self) {
   return done ? 0 : -1;
 }
 
-int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
-  struct kvs_host_pool_info info;
-  struct kvs_error ignored;
-  char text[2048];
-  if (kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
-  kvs_host_pool_notices(self->pool, text, sizeof text);
-  char *line = text + atomic_exchange(&self->told, strlen(text));
-  for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
-    *end = '\0';
-    if (kvs_py_say(info.refused ? "warning" : "info", "host pool: %s", line) < 0) return -1;
-  }
-  return 0;
-}
-
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
   int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
   for (;;) {
@@ -172,7 +173,7 @@ int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
     int rc;
     KVS_PY_NO_GIL(rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_SLICE_NS ? left : KVS_SLICE_NS, &err));
     if (call_progress(self) < 0) return -1;
-    if (rc == KVS_OK) return kvs_py_host_pool_tell(self);
+    if (rc == KVS_OK) return tell_notices(self);
     if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_SLICE_NS)
       kvs_fail(&err, KVS_TIMEOUT, "the pool was not populated within %g s; it goes on", (double)timeout_ns * 1e-9);
     if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_SLICE_NS)) {

@@ -55,7 +55,6 @@ extern const char *const kvs_py_host_state_names[];                         /* b
 
 /* Wait until the pool is populated, calling progress=. Ctrl-C works. */
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns);
-int kvs_py_host_pool_tell(struct kvs_py_host_pool *self); /* log new notices */
 /* Wait for the transfers that use the pool, and make ended ones drop their views. */
 int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns);
 /* Set `uses` from 0 to `wanted`, which refuses new exports. BufferError: exports exist. kvswap.Error: closed. */

@@ -61,7 +61,8 @@ static bool own(struct kvs_clock **clock, uint32_t count) {
   return true;
 }
 
-bool kvs_clock_join(struct kvs_clock **into, struct kvs_clock *from) {
+/* *into becomes the maximum of both in each component. */
+static bool join(struct kvs_clock **into, struct kvs_clock *from) {
   if (covers(*into, from)) return true;
   if (covers(from, *into)) {
     kvs_clock_unref(*into);
@@ -138,7 +139,7 @@ static bool tick(struct kvs_clocks *clocks, uint32_t stream) {
 }
 
 bool kvs_clocks_join(struct kvs_clocks *clocks, uint32_t owner, struct kvs_clock *clock) {
-  return kvs_clock_join(clock_of(clocks, owner), clock);
+  return join(clock_of(clocks, owner), clock);
 }
 
 struct kvs_clock *kvs_clocks_snapshot(struct kvs_clocks *clocks, uint32_t stream) {
@@ -154,7 +155,7 @@ bool kvs_clocks_snapshot_all(struct kvs_clocks *clocks, const void *device, stru
   for (uint32_t i = 0; well && i < clocks->nstreams; i++) {
     if (clocks->streams[i].key.device != device) continue;
     struct kvs_clock *one = kvs_clocks_snapshot(clocks, i);
-    well = one && kvs_clock_join(snapshot, one);
+    well = one && join(snapshot, one);
     kvs_clock_unref(one);
   }
   if (well) return true;

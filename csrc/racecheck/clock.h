@@ -25,8 +25,6 @@ static inline uint64_t kvs_clock_at(const struct kvs_clock *clock, uint32_t stre
 
 struct kvs_clock *kvs_clock_ref(struct kvs_clock *clock);
 void kvs_clock_unref(struct kvs_clock *clock);
-/* Join: *into becomes the maximum of both in each component. */
-bool kvs_clock_join(struct kvs_clock **into, struct kvs_clock *from);
 /* Raise one component to at least `to`. */
 bool kvs_clock_raise(struct kvs_clock **clock, uint32_t stream, uint64_t to);
 
