@@ -748,12 +748,6 @@ def test_use_after_close(device: kvswap.Device) -> None:
             use()
 
 
-def swap_behind(stream: kvswap.Stream, gpu: Buffer, pool: HostPool, nbytes: int, slot: int) -> kvswap.Transfer:
-    return kvswap.swap_cache_per_layer_async(
-        gpu.ptr, pool, nbytes, 1, pool.num_blocks, [0], [slot], 0, device=gpu.device, stream=stream
-    )
-
-
 def test_close_waits_for_transfers(device: kvswap.Device) -> None:
     pool = HostPool(4, 4096, device=device)
     gpu, stream = Buffer(device, 4 * 4096), kvswap.Stream(device)
