@@ -280,6 +280,8 @@ def _memory_of(pool: Any, ranks: Ranks) -> _C.SharedPool | None:
     if why is not None:
         _log.warning("host pool %s is not shared by %d ranks: %s", pool.pool_label, ranks.size, why)
     if _all_agree(ranks, made is not None):
+        if made is not None and ranks.rank == 0:
+            made.unlink()  # nothing is left of it when the ranks are killed
         return made
     if made is not None:
         made.close()

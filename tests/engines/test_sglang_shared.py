@@ -135,6 +135,7 @@ def test_both_ranks_load_what_both_have_stored(layout: str, both: Any, caplog: p
     np.testing.assert_array_equal(ranks.ask("rank.rows", target), wanted)
     assert "kvswap copies blocks of" in caplog.text and "2 ranks share the pool" in caplog.text
     assert here.host.calls == [], "nothing is SGLang's own copy"
+    assert not os.path.exists(here.host.shared.path), "killed ranks would leave it behind"
 
 
 def test_each_rank_writes_a_part(both: Any) -> None:

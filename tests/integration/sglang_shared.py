@@ -76,10 +76,15 @@ class Scenario:
         host = host_of(engine)
         assert type(host).__name__ == "SharedMLATokenToKVPoolHost", type(host)
         assert len(set(self.all_ranks(host.shared.path))) == 1
-        before = host.member.stats()
+        before, rounds, brought = host.member.stats(), 0, []
         assert engine.serve(tokens) == (0, 0)
-        evict_all(engine)
-        assert engine.serve(tokens) == (0, len(tokens))
+        while not any(each.get("passed_on") for each in brought):  # a rank that is late on a busy machine takes no part
+            assert rounds < 50, brought
+            rounds += 1
+            evict_all(engine)
+            assert engine.serve(tokens) == (0, len(tokens))
+            now = host.member.stats()
+            brought = self.all_ranks({name: now[name] - before[name] for name in now if now[name] != before[name]})
         row = host.kv_buffer[0].clone()
         self.all_ranks(None)  # nobody writes now
         if self.rank == self.options.ranks - 1:
@@ -88,17 +93,15 @@ class Scenario:
         assert (host.kv_buffer[0] == 7).all(), "the memory is not that of all ranks"
         self.all_ranks(None)
         host.kv_buffer[0] = row
-        after = host.member.stats()
-        brought = self.all_ranks({name: after[name] - before[name] for name in after if after[name] != before[name]})
         engine.settle()
         engine.tree.sanity_check()
-        assert sum(each.get("passed_on", 0) for each in brought), brought
-        self.say(f"{len(tokens)} tokens stored and loaded, all bytes right; by rank: {brought}")
+        self.say(f"{len(tokens)} tokens stored, {rounds} times loaded, all bytes right; by rank: {brought}")
         engine.close()
 
     def many(self) -> None:
         for policy in ("write_through", "write_through_selective", "write_back"):
-            engine, chosen = self.make(write_policy=policy), random.Random(self.options.seed)
+            engine = self.make(write_policy=policy, tokens=self.options.tokens // 2)  # the host holds twice as much
+            chosen = random.Random(self.options.seed)
             own, hits, tokens, freed = random.Random(self.rank), 0, 0, []
             host, free = host_of(engine), host_of(engine).free
             host.free = lambda indices, free=free, freed=freed: freed.append(len(indices)) or free(indices)
