@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import hashlib
 import re
-import weakref
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ __all__ = ["Member", "ShareTransfer", "join"]
 
 _MOST_RANKS = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
+_members: set[Member] = set()  # until close()
 
 
 class Place(NamedTuple):
@@ -45,7 +45,8 @@ class Place(NamedTuple):
 
 
 class Member:
-    """One process of a group. From join(). Any thread may use it; a forked child must join anew."""
+    """One process of a group. From join(). It lives until close() or the end of the process, even if nothing refers to
+    it. Any thread may use it; a forked child must join anew."""
 
     def __init__(self, core: _C._Share, meeting: Meeting, group: str, rank: int) -> None:
         """Use join()."""
@@ -140,8 +141,10 @@ class Member:
     def close(self, timeout: float | None = 60) -> None:
         """Leave the group. Unfinished transfers fail, except for the blocks that are under way. A second call does
         nothing. TimeoutError: pieces were still under way; call again."""
-        self._meeting.close()
-        self._core.close(seconds(timeout))
+        end = None if timeout is None else time.monotonic() + timeout
+        self._meeting.close(timeout)
+        self._core.close(seconds(None if end is None else max(0.0, end - time.monotonic())))
+        _members.discard(self)
 
     def __enter__(self) -> Member:
         return self
@@ -245,9 +248,9 @@ def join_at(
     )
     meeting = Meeting(core, group, rank, place.path, place.generation, bool(lend))
     member = Member(core, meeting, group, rank)
-    if not _members:
-        atexit.register(_close_all)  # before the devices are shut down, which open earlier
     _members.add(member)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # last, so that it runs first: before the device is shut down
     return member
 
 

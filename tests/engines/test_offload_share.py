@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, elsewhere
+from conftest import PATIENCE, elsewhere, until
 
 import kvswap
 from kvswap import testing
@@ -188,12 +189,17 @@ def test_a_load_of_both_ranks_crosses_the_links_once(ranks: tuple[Rank, Other]) 
 
 def test_one_rank_stores_and_the_links_of_others_take_part(ranks: tuple[Rank, Other]) -> None:
     here, other = ranks
-    for job in range(6):
+    jobs = itertools.count()
+
+    def brought_by_others() -> int:
+        job = next(jobs)
         here.fill(job)
         chunks, first, _ = ids(job, 240)
         here.store(job, first, chunks)
         assert here.end([job]) == {job: None} and here.holds(chunks, first)
-    assert here.member.stats()["brought_by_others_d2h"] > 0
+        return here.member.stats()["brought_by_others_d2h"]
+
+    until(brought_by_others, "a store that the other's link takes part in")  # a busy machine's other process is late
     assert other.ask("rank.end([])") == {}
 
 

@@ -311,6 +311,16 @@ def test_it_comes_again_after_it_was_killed(here: Here, other: Other) -> None:
     assert again.end() == 0
 
 
+def test_one_that_nothing_refers_to_leaves_when_its_process_ends(here: Here, other: Other) -> None:
+    """It stays until then: also beside a device that was opened later, whose end comes first."""
+    socket = prepare_folder() / f"share-{here.name}.1.sock"
+    other.ask("[globals().update(later=kvswap.Device('host:5')), globals().pop('member'), 1][2]")
+    assert socket.exists()
+    other.stop(signal.SIGINT)
+    assert other.popen.wait(PATIENCE) != 0  # KeyboardInterrupt: its last line, member.close(), is not reached
+    assert not socket.exists()
+
+
 def test_others_of_another_form_stay_apart(here: Here, caplog: pytest.LogCaptureFixture) -> None:
     other = Other(here.name, 1, piece_nbytes=2 * PIECE)
     until(lambda: "it has another shared pool, or pieces of another size" in caplog.text)

@@ -47,6 +47,7 @@ LEFT_OUT = {
     "memory.Mapped.__array_interface__": "the same",
     "files.Layout.codings": "of a store of coded blocks: test_files_coded.py",
     "trtllm.KVCacheBlockPool.secondary_nbytes": "of coded blocks: test_transfer_manager.py",
+    "offload.SingleDirectionOffloadingHandler.member": "of handlers of several processes: test_offload_share.py",
     "memory.HostPool.torch": "needs torch; layer() is the same view",
     "memory.SharedPool.torch": "needs torch; layer() is the same view",
     "files.MissingKey": "raised, not called",
