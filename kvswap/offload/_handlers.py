@@ -137,7 +137,7 @@ class CpuGpuOffloadingHandlers:
 
 class OffloadingWorker:
     """All transfers of a cache: stores, loads, and expedited loads, which do not queue behind other loads. The worker
-    of vLLM 0.25 and later.
+    of vLLM 0.26 and later.
 
     kv_caches, mmap_region, options: as CpuGpuOffloadingHandlers. blocks_per_chunk: GPU blocks in a chunk.
     num_cpu_chunks: chunks on the host. canonical_layout: the references' mappings give a page's place on the host.

@@ -148,8 +148,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of a block's bytes: begin, en
 class Layout(NamedTuple):
     """The arguments of an OffloadMap, and its key.
 
-    numbers: if blocks are cut, the groups are twice as many: those of the caller, and the same once more in parts. A
-    row here is a row of `parts` of the second half: its group, its tensor, and the number of the part.
+    numbers: blocks that are cut into parts have twice as many groups: the caller's, of whole blocks, and then the same
+    groups in parts. Row i of numbers is (group, tensor, number of the part) of row i of the second half of `parts`.
     """
 
     device: str

@@ -20,10 +20,11 @@ _LOADS, _STEPS = 16, 8  # of the past that the estimates are made of
 
 
 class Ahead:
-    """The worker's thread calls in each step: submitted() for its loads, ended() for those that have, stepped(), due().
+    """Estimates when loads end. In each step the worker's thread calls submitted() for new loads, ended() for loads
+    that have ended, stepped(), and due().
 
-    steps: how many steps begin from one report to the one that it lets a request into: 2 with asynchronous scheduling.
-    behind: how many steps are queued before a load when it is submitted. shared_ms: how long that step may wait.
+    steps: how many steps begin between a report and the request's step: 2 with asynchronous scheduling. behind: how
+    many steps are queued before a load when it is submitted. shared_ms: how long the request's step may wait for it.
     """
 
     def __init__(self, steps: int, behind: int, shared_ms: float, clock: Callable[[], float] = time.monotonic) -> None:

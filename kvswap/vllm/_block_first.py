@@ -83,8 +83,8 @@ def why_not_groups(groups: Any) -> str | None:
 
 
 def layout(vllm_config: Any, theirs: str | None) -> str | None:
-    """From 0.30 on: the layout to prefer, in the place of vLLM's own choice. Asked by a connector of several, whose
-    children must agree, it stays vLLM's."""
+    """From 0.30 on: the layout to prefer in place of vLLM's own choice. If a connector of several connectors asks,
+    which must agree, vLLM's choice stays."""
     asked_by_parent = sys._getframe(2).f_code.co_name == "get_required_kvcache_layout"
     if theirs != _LAYER_FIRST or asked_by_parent or why_not(vllm_config) is not None:
         return theirs

@@ -281,11 +281,11 @@ class _Blocks:
 
 
 class Emulated(Overlap):
-    """Before 0.33: vLLM's scheduler side, which knows asynchronous loads, is told of others where they differ.
+    """Before 0.33: vLLM's scheduler knows only asynchronous loads. A load in its request's step differs in three ways:
 
-    - A block of a request that runs in this step has its hash already; vLLM's asynchronous ones get it after the load.
-    - A request may have a store job beside its load: for vLLM's assertions the load is a store meanwhile.
-    - No worker tells the end of the load to vLLM's scheduler, since the request does not wait for it.
+    - A block of a request that runs in this step has its hash already; of asynchronous loads it gets it after the load.
+    - A request may have a store job beside its load. vLLM asserts that it has not, so the load is presented as a store.
+    - The worker does not report the load's end to vLLM's scheduler, because the request does not wait for it.
     """
 
     def __init__(self, theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> None:
