@@ -1,17 +1,15 @@
 /* kvswap._C._Share, the member that kvswap.share wraps, and kvswap.share.ShareTransfer. A _Share holds its pools until
  * nothing of it is under way. */
-#include "../share/share.h"
-#include "args.h"
-#include "arrays.h"
-#include "errors.h"
-#include "handle.h"
-#include "module.h"
-#include "objects.h"
-#include "options.h"
-#include "transfer.h"
-#include "wait.h"
-
-#define CLOSE_NS (INT64_C(60) * 1000000000)
+#include "share/share.h"
+#include "py/args.h"
+#include "py/arrays.h"
+#include "py/errors.h"
+#include "py/handle.h"
+#include "py/module.h"
+#include "py/objects.h"
+#include "py/options.h"
+#include "py/transfer.h"
+#include "py/wait.h"
 
 struct share_object {
   PyObject_HEAD
@@ -100,8 +98,8 @@ PyType_Spec kvs_py_share_transfer_spec = {
 static struct kvs_pool **read_pools(struct kvs_py_state *state, PyObject *tuple, const char *name) {
   Py_ssize_t count = PyTuple_GET_SIZE(tuple);
   struct kvs_pool **pools = PyMem_Calloc((size_t)count + 1, sizeof *pools);
-  if (pools == NULL) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; pools != NULL && i < count; ++i) {
+  if (!pools) PyErr_NoMemory();
+  for (Py_ssize_t i = 0; pools && i < count; i++) {
     PyObject *pool = PyTuple_GET_ITEM(tuple, i);
     bool right = (PyObject *)Py_TYPE(pool) == state->pool_type;
     if (right) pools[i] = kvs_py_pool_core(pool);
@@ -117,9 +115,9 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
                       struct kvs_share_options *options) {
   struct kvs_error err = {0};
   struct kvs_pool **host_pools = read_pools(state, host, "host");
-  struct kvs_pool **gpu_pools = host_pools == NULL ? NULL : read_pools(state, gpu, "gpu");
+  struct kvs_pool **gpu_pools = host_pools ? read_pools(state, gpu, "gpu") : NULL;
   int rc = -1;
-  if (gpu_pools != NULL) {
+  if (gpu_pools) {
     options->host_pools = host_pools;
     options->gpu_pools = gpu_pools;
     options->npools = (size_t)PyTuple_GET_SIZE(host);
@@ -157,9 +155,9 @@ static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   options.wait_ns = (uint64_t)(wait * 1e9);
   options.store_ns = (uint64_t)(store * 1e9);
   struct share_object *self = (struct share_object *)type->tp_alloc(type, 0);
-  if (self == NULL) return NULL;
+  if (!self) return NULL;
   self->hold = PyTuple_Pack(2, host, gpu);
-  if (self->hold != NULL && open_share(state, self, host, gpu, &options) == 0) return (PyObject *)self;
+  if (self->hold && open_share(state, self, host, gpu, &options) == 0) return (PyObject *)self;
   Py_DECREF(self);
   return NULL;
 }
@@ -171,8 +169,8 @@ static void share_dealloc(PyObject *self) {
   int rc = KVS_OK;
   kvs_py_object_free(self);
   Py_BEGIN_ALLOW_THREADS
-  if (share != NULL) rc = kvs_share_close(share, CLOSE_NS, &ignored);
-  if (share != NULL) kvs_share_unref(share);
+  if (share) rc = kvs_share_finish(share, &ignored);
+  if (share) kvs_share_unref(share);
   Py_END_ALLOW_THREADS
   if (rc == KVS_OK) Py_XDECREF(hold); /* else pieces are still under way: the memory stays */
 }

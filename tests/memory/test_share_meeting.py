@@ -169,3 +169,17 @@ def test_closing_beside_a_member_that_has_stopped(here: Here) -> None:
     here.member.close(PATIENCE)
     other.stop(signal.SIGCONT)
     ended(other)
+
+
+def test_a_process_exits_beside_a_store_that_has_not_ended(here: Here) -> None:
+    """A stopped process took part in it: the exit waits for 10 seconds, and not for as long as that is stopped."""
+    leaving, stopped = Other(here.name, 1, stall=0.05), Other(here.name, 2)
+    here.member.wait_peers([1, 2], PATIENCE)
+    leaving.ask("member.wait_peers([0, 2], 60)")
+    stopped.stop(signal.SIGSTOP)
+    leaving.ask("globals().update(t=member.store(list(range(400)), list(range(400))))")
+    until(lambda: leaving.ask("member.stats()['pieces_late']"))
+    leaving.say("__import__('sys').exit(3)")
+    assert leaving.popen.wait(PATIENCE) == 3
+    leaving.end()
+    ended(stopped)
