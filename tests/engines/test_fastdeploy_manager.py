@@ -671,6 +671,23 @@ def test_a_message_that_is_too_long(shared: Manager, client: Client) -> None:
     assert client.status()["ready"]
 
 
+def test_answers_that_a_client_does_not_read_have_a_limit(shared: Manager, client: Client) -> None:
+    """libzmq keeps some 10,000 of them (SNDHWM), and as many questions (RCVHWM). What is more is dropped, and other
+    clients are served."""
+    context: zmq.Context[Any] = zmq.Context()
+    raw, asked = context.socket(zmq.DEALER), 50_000
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        raw.setsockopt(option, 1)
+    raw.connect(f"ipc://{places.socket_path(shared.directory)}")
+    for request in range(asked):
+        raw.send(messages.encode(messages.Ask(request, "status")))
+    assert client.result(client.swap(SWAP2CPU, [2], [2])).ok
+    answers = sum(1 for _ in iter(lambda: raw.poll(2000) and raw.recv(), 0))
+    raw.close(0)
+    context.term()
+    assert 1000 < answers < asked, answers
+
+
 STRANGER = """
     import os, sys, zmq
     from kvswap.fastdeploy.manager import messages
