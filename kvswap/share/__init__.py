@@ -141,9 +141,9 @@ class Member:
     def close(self, timeout: float | None = 60) -> None:
         """Leave the group. Unfinished transfers fail, except for the blocks that are under way. A second call does
         nothing. TimeoutError: pieces were still under way; call again."""
-        end = None if timeout is None else time.monotonic() + timeout
-        self._meeting.close(timeout)
-        self._core.close(seconds(None if end is None else max(0.0, end - time.monotonic())))
+        limit, begin = seconds(timeout), time.monotonic()
+        self._meeting.close(limit)
+        self._core.close(limit and max(0.0, limit - (time.monotonic() - begin)))
         _members.discard(self)
 
     def __enter__(self) -> Member:

@@ -100,14 +100,14 @@ class Meeting:
         self._thread.start()
         _meetings.add(self)
 
-    def close(self, timeout: float | None) -> None:
+    def close(self, limit: float | None) -> None:
         """Meet no other members any more. The links stay."""
         if self._stop:
             return
         self._stop = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
-        self._thread.join(3 * _SECONDS if timeout is None else min(timeout, 3 * _SECONDS))
+        self._thread.join(3 * _SECONDS if limit is None else min(limit, 3 * _SECONDS))
         with contextlib.suppress(OSError):
             self._path(self._rank).unlink()
         self._close_sockets()

@@ -81,12 +81,21 @@ def test_the_pool_is_not_closed_before_a_piece_is_queued(here: Here, other: Othe
     other.ask(FAULT.format("'delay', delay=60", repr("copy_batch"), 1))
     other.ask("f.__enter__()")
 
-    def during() -> None:
-        until(lambda: other.ask(THREAD.format("target=member.stats")))  # the member's thread is in that call
-        assert other.ask(THREAD.format("target=memory.close, args=(60,), kwargs={'force': True}"))
-        other.ask("f.__exit__(None, None, None)")
+    def is_closed_during_a_load() -> bool:
+        called: list[bool] = []
 
-    assert here.check_load(BLOCKS, during).by_others > 0
+        def during() -> None:
+            end = time.monotonic() + 1
+            while not called and time.monotonic() < end:
+                if other.ask(THREAD.format("target=member.stats")):  # the member's thread is in that call
+                    called.append(other.ask(THREAD.format("target=memory.close, args=(60,), kwargs={'force': True}")))
+                    other.ask("f.__exit__(None, None, None)")
+
+        load = here.check_load(BLOCKS, during)
+        assert not called or (called[0] and load.by_others > 0)
+        return bool(called)
+
+    until(is_closed_during_a_load)  # on a busy machine the other may come too late to bring anything
     assert other.ask("t.join(60)") is None
 
 
