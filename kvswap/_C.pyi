@@ -309,7 +309,6 @@ class _Share:
         num_blocks: int,
         piece_nbytes: int,
         slots: int,
-        lends: bool,
         share: float,
         stall: float,
         wait: float,

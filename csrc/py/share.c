@@ -130,17 +130,17 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
 }
 
 static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"host",  "gpu",   "ptr",   "block_nbytes", "num_blocks", "piece_nbytes", "slots",
-                          "lends", "share", "stall", "wait",         "store_wait", "padded",       NULL};
+  static char *names[] = {"host",  "gpu",  "ptr",        "block_nbytes", "num_blocks", "piece_nbytes", "slots", "share",
+                          "stall", "wait", "store_wait", "padded",       NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_share_options options = {0};
   PyObject *host, *gpu;
   unsigned long long ptr, block, blocks, piece;
-  int lends, padded;
+  int padded;
   double stall, wait, store;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIpddddp:_Share", names, &PyTuple_Type, &host, &PyTuple_Type,
-                                   &gpu, &ptr, &block, &blocks, &piece, &options.slots, &lends, &options.share, &stall,
-                                   &wait, &store, &padded))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIddddp:_Share", names, &PyTuple_Type, &host, &PyTuple_Type,
+                                   &gpu, &ptr, &block, &blocks, &piece, &options.slots, &options.share, &stall, &wait,
+                                   &store, &padded))
     return NULL;
   if (kvs_py_same_length("gpu", (size_t)PyTuple_GET_SIZE(gpu), "host", (size_t)PyTuple_GET_SIZE(host)) < 0) return NULL;
   if (!(stall > 0 && stall < 1e6 && wait >= 0 && wait < 1e6 && store > 0 && store < 1e6))
@@ -149,7 +149,6 @@ static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   options.block_nbytes = block;
   options.num_blocks = blocks;
   options.piece_nbytes = piece;
-  options.lends = lends != 0;
   options.padded = padded != 0;
   options.stall_ns = (uint64_t)(stall * 1e9);
   options.wait_ns = (uint64_t)(wait * 1e9);

@@ -17,7 +17,6 @@ struct kvs_share_options {
   uint64_t host, block_nbytes, num_blocks;
   uint64_t piece_nbytes; /* about so much is brought at a time; a piece is whole blocks */
   unsigned slots;        /* receive slots for each other member, 2 to 8 */
-  bool lends;            /* brings pieces of others */
   bool padded;           /* bytes of a block that are in no pool are padding: other members may write to them */
   double share;          /* what another member brings for each byte of the own link, 0.1 to 10 */
   uint64_t stall_ns;     /* a member that answers nothing for so long is late */

@@ -239,7 +239,6 @@ def join_at(
         *place[:3],
         int(piece_nbytes),
         int(slots),
-        bool(lend),
         float(share),
         float(stall),
         float(share_wait),

@@ -61,7 +61,6 @@ static void open_member(struct member *m, const char *name) {
                                             .num_blocks = BLOCKS,
                                             .piece_nbytes = PIECE,
                                             .slots = 4,
-                                            .lends = true,
                                             .share = 1,
                                             .stall_ns = 20 * 1000 * 1000,
                                             .wait_ns = 2 * 1000 * 1000,

@@ -19,7 +19,7 @@ import sglang_coded_stand_in as stand_in
 import sglang_stand_in as storage_stand_in
 from sglang_coded_stand_in import NAMES, PAGE, Cache, ComponentType, DType, Match
 from sglang_copies_stand_in import NAMES as COPIES
-from sglang_copies_stand_in import DeviceIds, L2Transfer, ids, pages
+from sglang_copies_stand_in import DeviceIds, L2Transfer, ids, pages, put_in
 
 import kvswap
 from kvswap import testing
@@ -31,13 +31,7 @@ OURS = ("kvswap.sglang._copies", "kvswap.sglang._memory", "kvswap.sglang._coded"
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    for name, module in stand_in.modules(DEVICE).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(_plugin, "_hooks", [])
-    monkeypatch.setattr(_plugin, "_incomplete", set())
-    monkeypatch.setattr(logging.getLogger("kvswap"), "parent", logging.getLogger())
+    put_in(monkeypatch, stand_in.modules(DEVICE), OURS)
     monkeypatch.delenv(_plugin.MEMORY_SWITCH, raising=False)
     monkeypatch.setenv(_plugin.SWITCH, "1")
     monkeypatch.setenv(_plugin.CODEC_SWITCH, "exact")

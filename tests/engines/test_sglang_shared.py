@@ -21,7 +21,7 @@ import sglang_shared_stand_in as stand_in
 from conftest import PATIENCE, Gate, elsewhere, until
 from sglang_coded_stand_in import NAMES, ComponentType
 from sglang_copies_stand_in import NAMES as COPIES
-from sglang_copies_stand_in import DeviceIds, pages
+from sglang_copies_stand_in import DeviceIds, pages, put_in
 from sglang_shared_stand_in import HOST_PAGES, LAYERS, OURS, PAGE, SWITCHES, WIDTH, Group, Rank
 
 import kvswap
@@ -36,13 +36,7 @@ PIECE = 2 * PAGE * LAYERS * WIDTH * 2  # two pages
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    for name, module in stand_in.modules(DEVICE).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(_plugin, "_hooks", [])
-    monkeypatch.setattr(_plugin, "_incomplete", set())
-    monkeypatch.setattr(logging.getLogger("kvswap"), "parent", logging.getLogger())
+    put_in(monkeypatch, stand_in.modules(DEVICE), OURS)
     for name, value in SWITCHES.items():
         monkeypatch.setenv(name, value)
     caplog.set_level(logging.INFO)

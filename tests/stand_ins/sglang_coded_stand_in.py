@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections import defaultdict
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,14 +169,7 @@ class UnifiedRadixCache:
 
 def modules(device: Any) -> dict[str, Any]:
     """What stands in, by the names that are imported."""
-    made = copies.modules(device)
-    for name in NAMES.values():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if path not in made:
-                made[path] = ModuleType(path)
-                setattr(made[path.rpartition(".")[0]], parts[end - 1], made[path])
+    made = copies.add_modules(copies.modules(device), NAMES)
     of = {short: made[name] for short, name in (NAMES | copies.NAMES).items()}
     of["mha"].MHATokenToKVPoolHost, of["mla"].MLATokenToKVPoolHost = MHATokenToKVPoolHost, MLATokenToKVPoolHost
     of["base"].HostKVCache, of["component"].ComponentType = HostKVCache, ComponentType

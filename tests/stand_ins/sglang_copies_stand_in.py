@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 from contextlib import contextmanager
 from enum import Enum
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from sglang_streams import streams_of
+
+from kvswap.sglang import _plugin
 
 DEVICE = "host:141"
 NAMES = {
@@ -200,17 +203,33 @@ class Switch:
         return self.value
 
 
-def modules(device: Any = DEVICE) -> dict[str, Any]:
-    """What stands in, by the names that are imported."""
-    made: dict[str, Any] = {}
-    for name in NAMES.values():
+def add_modules(made: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """`made` with empty modules of these names, and of their packages, where it has none."""
+    for name in names.values():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
-            made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-    for name, module in made.items():
-        owner, _, last = name.rpartition(".")
-        if owner:
-            setattr(made[owner], last, module)
+            path = ".".join(parts[:end])
+            if path not in made:
+                made[path] = ModuleType(path)
+                if end > 1:
+                    setattr(made[".".join(parts[: end - 1])], parts[end - 1], made[path])
+    return made
+
+
+def put_in(monkeypatch: Any, modules: dict[str, Any], ours: tuple[str, ...]) -> None:
+    """These modules are what is imported; kvswap's own (`ours`) are imported anew, without hooks of before."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(_plugin, "_hooks", [])
+    monkeypatch.setattr(_plugin, "_incomplete", set())
+    monkeypatch.setattr(logging.getLogger("kvswap"), "parent", logging.getLogger())
+
+
+def modules(device: Any = DEVICE) -> dict[str, Any]:
+    """What stands in, by the names that are imported."""
+    made = add_modules({}, NAMES)
     of = {short: made[name] for short, name in NAMES.items()}
     of["environ"].envs = SimpleNamespace(SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=Switch(), SGLANG_HUGEPAGE_SIZE=Switch())
     of["mha"].MHATokenToKVPoolHost, of["mla"].MLATokenToKVPoolHost = MHATokenToKVPoolHost, MLATokenToKVPoolHost
