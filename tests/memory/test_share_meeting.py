@@ -115,7 +115,7 @@ def test_a_python_or_kernel_without_pidfds(here: Here, monkeypatch: pytest.Monke
     monkeypatch.delattr(os, "pidfd_open")
     other = Other(here.name, 1)
     here.member.wait_peers([1], PATIENCE)
-    assert here.check_load(BLOCKS).by_others > 0
+    until(lambda: here.check_load(BLOCKS).by_others > 0)  # a busy machine may be late
     ended(other)
 
 
