@@ -115,7 +115,8 @@ def test_a_copy_that_found_no_lane_is_tried_again(here: Here, rogue: Rogue) -> N
             while True:
                 stream = kvswap.Stream(here.device)
                 opened.wait(stream)
-                held.append(kvswap.swap_blocks_batch([memory.ptr], [memory.ptr + 32], 16, stream=stream))
+                ends = [memory.ptr], [memory.ptr + 32]
+                held.append(kvswap.swap_blocks_batch(*ends, 16, stream=stream, device=here.device))
         for take in takes:
             answer(rogue, take, True)
         for transfer in held:
