@@ -11,6 +11,7 @@ import atexit
 import importlib
 import importlib.util
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -132,11 +133,14 @@ def nvtx_range(name: Callable[[], str]) -> AbstractContextManager[Any]:
 def start_from_environment() -> None:
     """When kvswap is imported. torch may be imported later: what makes the ranges is looked for at the first call."""
 
+    # Profilers set the variable, and so does compute-sanitizer: without KVSWAP_NVTX=1 missing ranges are no fault.
+    level = logging.WARNING if switch("KVSWAP_NVTX") else logging.INFO
+
     def first(what: str) -> _End | None:
         try:
             nvtx()
         except _C.Error as error:
-            _logger.warning("no NVTX ranges: %s", str(error))  # not the error: a kept log record would hold its frames
+            _logger.log(level, "no NVTX ranges: %s", str(error))  # a kept record would hold the frames of the error
             _set("nvtx", None)
         return None if _nvtx is None else _nvtx.begin(what)
 

@@ -947,6 +947,20 @@ def test_a_warning_about_nvtx_keeps_no_object_of_the_caller(
     assert "no NVTX ranges" in caplog.text
 
 
+def test_ranges_that_only_a_tool_would_see_are_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, own: kvswap.Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """compute-sanitizer sets the variable, too."""
+    monkeypatch.setattr(tracing, "_push_and_pop", lambda: None)
+    monkeypatch.delenv("KVSWAP_NVTX", raising=False)
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "/somewhere/libsanitizer-collection.so")
+    tracing.start_from_environment()
+    with caplog.at_level(logging.INFO, "kvswap.tracing"):
+        Cache(own, 8, 512).swap([1], [2]).wait(PATIENCE)
+    (record,) = [record for record in caplog.records if "no NVTX ranges" in record.message]
+    assert record.levelno == logging.INFO
+
+
 class Span:
     """As much of OpenTelemetry's as is used."""
 
