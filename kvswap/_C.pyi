@@ -787,6 +787,10 @@ _KernelTuning: TypeAlias = tuple[
 class _Tuning(TypedDict, total=False):
     link_gbps_d2h: float
     link_gbps_h2d: float
+    host_links: float
+    host_gbps_d2h: float
+    host_gbps_h2d: float
+    host_gbps_both: float
     kernel_normal_d2h: _KernelTuning
     kernel_high_d2h: _KernelTuning
     kernel_background_d2h: _KernelTuning

@@ -1,8 +1,9 @@
 /* Files of costs. A line is a key and its numbers; key_at() lists the keys, for reading and writing:
  *
- *   kvswap calibration 4                  the first line
+ *   kvswap calibration 5                  the first line. Files of version 4 are read too: they have no host_... lines
  *   machine ...                           the second line, for people
  *   link_gbps_d2h 55.4                    members of struct kvs_tuning, if known
+ *   host_links 4
  *   kernel_high_d2h 8 0 51.2
  *   d2h.burst.start 50000                 a path's costs: all or none
  *   d2h.burst.each 21 33.5 ...
@@ -26,31 +27,42 @@
 #include "paths/predict.h"
 #include "paths/table.h"
 
-static const char first_line[] = "kvswap calibration 4", last_line[] = "end";
-static const char first_words[] = "kvswap calibration "; /* common to all versions */
+static const char first_line[] = "kvswap calibration 5", last_line[] = "end";
+static const char line_before[] = "kvswap calibration 4"; /* of the older version that is read too */
+static const char first_words[] = "kvswap calibration ";  /* common to all versions */
 static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "extra", "each", "run"};
 enum { START, EXTRA, EACH, RUN, PARTS };
 enum { KEYS = KVS_TUNINGS + 2 * KVS_PATHS * PARTS, MOST_BYTES = 32 << 10, MOST_LINE = 400, MOST_PATH = 4096 };
 
 /* -- tuning ---------------------------------------------------------------------------------------------------- */
 
-enum { LINKS = 2 }; /* the first two tunings */
+enum { HOST_LINKS = 2, HOST_GBPS, KERNELS = 6 }; /* the tunings before are rates of one link */
 
-const char *const kvs_tuning_names[KVS_TUNINGS] = {"link_gbps_d2h",   "link_gbps_h2d",         "kernel_normal_d2h",
-                                                   "kernel_high_d2h", "kernel_background_d2h", "kernel_normal_h2d",
-                                                   "kernel_high_h2d", "kernel_background_h2d"};
+const char *const kvs_tuning_names[KVS_TUNINGS] = {"link_gbps_d2h",     "link_gbps_h2d",   "host_links",
+                                                   "host_gbps_d2h",     "host_gbps_h2d",   "host_gbps_both",
+                                                   "kernel_normal_d2h", "kernel_high_d2h", "kernel_background_d2h",
+                                                   "kernel_normal_h2d", "kernel_high_h2d", "kernel_background_h2d"};
+
+static bool is_of_host(int i) { return i >= HOST_LINKS && i < KERNELS; }
 
 static struct kvs_kernel_tuning *kernel_of(struct kvs_tuning *tuning, int i) {
   enum { KINDS = KVS_PRIORITIES - 1 };
-  return &tuning->kernel[(i - LINKS) / KINDS][KVS_PRIORITY_NORMAL + (i - LINKS) % KINDS];
+  return &tuning->kernel[(i - KERNELS) / KINDS][KVS_PRIORITY_NORMAL + (i - KERNELS) % KINDS];
 }
 
-int kvs_tuning_count(int i) { return i < LINKS ? 1 : KVS_TUNING_NUMBERS; }
+/* A rate; NULL: the tuning is another one. */
+static double *rate_of(struct kvs_tuning *tuning, int i) {
+  if (i < HOST_LINKS) return &tuning->link_gbps[i];
+  return i >= HOST_GBPS && i < KERNELS ? &tuning->host_gbps[i - HOST_GBPS] : NULL;
+}
+
+int kvs_tuning_count(int i) { return i < KERNELS ? 1 : KVS_TUNING_NUMBERS; }
 
 void kvs_tuning_get(const struct kvs_tuning *tuning, int i, double numbers[KVS_TUNING_NUMBERS]) {
   struct kvs_tuning copy = *tuning;
-  if (i < LINKS) {
-    numbers[0] = copy.link_gbps[i];
+  const double *rate = rate_of(&copy, i);
+  if (i < KERNELS) {
+    numbers[0] = rate ? *rate : copy.host_links;
     return;
   }
   const struct kvs_kernel_tuning *kernel = kernel_of(&copy, i);
@@ -62,11 +74,16 @@ void kvs_tuning_get(const struct kvs_tuning *tuning, int i, double numbers[KVS_T
 static bool is_rate(double number) { return number >= 0 && number <= KVS_COST_MOST_GBPS; }
 
 bool kvs_tuning_set(struct kvs_tuning *tuning, int i, const double *numbers) {
-  if (i < LINKS) {
-    tuning->link_gbps[i] = numbers[0];
+  double *rate = rate_of(tuning, i);
+  if (rate) {
+    *rate = numbers[0];
     return is_rate(numbers[0]);
   }
   if (!(numbers[0] >= 0 && numbers[0] <= KVS_COST_MOST_CTAS)) return false;
+  if (i == HOST_LINKS) {
+    tuning->host_links = (unsigned)numbers[0];
+    return tuning->host_links == numbers[0];
+  }
   struct kvs_kernel_tuning *kernel = kernel_of(tuning, i);
   *kernel = (struct kvs_kernel_tuning){(unsigned)numbers[0], numbers[1], numbers[2]};
   return kernel->ctas == numbers[0] && is_rate(numbers[1]) && is_rate(numbers[2]);
@@ -136,6 +153,7 @@ struct reader {
   const char *path;
   char *next, *end; /* unread text */
   unsigned line;
+  bool older; /* of the version before */
   struct kvs_costs costs;
   bool seen[KEYS];
   struct kvs_error *err;
@@ -209,6 +227,7 @@ static int read_key(struct reader *r, char *line) {
   for (int i = 0; i < KEYS; i++) {
     struct key key = key_at(&r->costs, i);
     if (key.count == 0 || strlen(key.name) != length || strncmp(key.name, line, length) != 0) continue;
+    if (r->older && is_of_host(key.tuning)) break;
     if (r->seen[i]) return complain(r, "%s once more", key.name);
     r->seen[i] = true;
     return read_numbers(r, &key, line + length);
@@ -228,10 +247,12 @@ static int check_whole_paths(struct reader *r) {
   return KVS_OK;
 }
 
-static int check_first(const struct reader *r, const char *line) {
-  if (strcmp(line, first_line) == 0) return KVS_OK;
+static int read_first(struct reader *r, const char *line) {
+  r->older = strcmp(line, line_before) == 0;
+  if (r->older || strcmp(line, first_line) == 0) return KVS_OK;
   if (strncmp(line, first_words, sizeof first_words - 1) == 0)
-    return complain(r, "the format is version %.20s, this kvswap reads version %s", line + sizeof first_words - 1,
+    return complain(r, "the format is version %.20s, this kvswap reads versions %s and %s",
+                    line + sizeof first_words - 1, line_before + sizeof first_words - 1,
                     first_line + sizeof first_words - 1);
   return complain(r, "it is not '%s'", first_line);
 }
@@ -239,7 +260,7 @@ static int check_first(const struct reader *r, const char *line) {
 static int parse(struct reader *r) {
   char *line;
   int status = read_line(r, &line);
-  if (!status) status = check_first(r, line);
+  if (!status) status = read_first(r, line);
   if (!status) status = read_line(r, &line);
   if (!status && strncmp(line, "machine ", 8) != 0) status = complain(r, "it does not begin with 'machine '");
   kvs_costs_clear(&r->costs);

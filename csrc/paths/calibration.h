@@ -24,13 +24,13 @@ int kvs_costs_path(const char *what, char *path, size_t capacity, struct kvs_err
 
 int kvs_costs_runs(enum kvs_path path); /* numbers of `run` that a path has: KVS_COST_SIZES or 0 */
 
-/* The members of struct kvs_tuning by their names in files and in Python. A link's has one number, a kernel's three:
- * CTAs, pace_gbps and gbps. */
-enum { KVS_TUNINGS = 8, KVS_TUNING_NUMBERS = 3 };
+/* The members of struct kvs_tuning by their names in files and in Python. Those of the links and of the host have one
+ * number, a kernel's three: CTAs, pace_gbps and gbps. */
+enum { KVS_TUNINGS = 12, KVS_TUNING_NUMBERS = 3 };
 extern const char *const kvs_tuning_names[KVS_TUNINGS];
 int kvs_tuning_count(int i); /* number of values */
 void kvs_tuning_get(const struct kvs_tuning *tuning, int i, double numbers[KVS_TUNING_NUMBERS]);
-/* false: a number is out of range, or CTAs is not an integer */
+/* false: a number is out of range, or one of CTAs or links is not an integer */
 bool kvs_tuning_set(struct kvs_tuning *tuning, int i, const double *numbers);
 
 #endif

@@ -29,7 +29,8 @@ static int check_path(const struct kvs_path_cost *cost, enum kvs_path path, stru
 }
 
 static int check_tuning(const struct kvs_tuning *tuning, struct kvs_error *err) {
-  int status = KVS_OK;
+  int status = check("host_links", tuning->host_links, KVS_COST_MOST_CTAS, err);
+  for (int i = 0; !status && i < 3; i++) status = check("host_gbps", tuning->host_gbps[i], KVS_COST_MOST_GBPS, err);
   for (int direction = 0; !status && direction < 2; direction++) {
     status = check("link_gbps", tuning->link_gbps[direction], KVS_COST_MOST_GBPS, err);
     for (int priority = 0; !status && priority < KVS_PRIORITIES; priority++) {

@@ -42,9 +42,13 @@ struct kvs_kernel_tuning {
   double gbps; /* bandwidth alone with these settings and 32 KiB blocks; 0: derived from the costs, as `normal`'s */
 };
 
+enum { KVS_HOST_BOTH = 2 }; /* both directions at once, where KVS_D2H and KVS_H2D are each alone */
+
 /* Other measurements, by direction. */
 struct kvs_tuning {
-  double link_gbps[2];                                /* of one large copy; 0: unknown */
+  double link_gbps[2]; /* of one large copy; 0: unknown */
+  unsigned host_links; /* links of several devices that were measured together; 0: none were */
+  double host_gbps[3]; /* what these links reach together; 0: unknown */
   struct kvs_kernel_tuning kernel[2][KVS_PRIORITIES]; /* entry KVS_PRIORITY_DEFAULT is unused */
 };
 

@@ -34,6 +34,8 @@ static struct kvs_costs some_costs(uint64_t seed) {
     }
   costs.tuning = (struct kvs_tuning){
       .link_gbps = {55.5, 0.001},
+      .host_links = 4,
+      .host_gbps = {156.25, 211, 201.125},
       .kernel = {[KVS_D2H] = {[KVS_PRIORITY_NORMAL] = {7, 39.125, 38.5}, [KVS_PRIORITY_HIGH] = {9, 0, 0}},
                  [KVS_H2D] = {[KVS_PRIORITY_BACKGROUND] = {3, 12.25, 0}, [KVS_PRIORITY_NORMAL] = {6, 0, 41}}}};
   return costs;
@@ -354,6 +356,23 @@ static void test_links_pipes_and_folders(void) {
   CHECK(kvs_costs_read(link, &costs, &err) == KVS_RANGE);
 }
 
+/* A file of the version before has no lines of the host, and its sums are unknown. */
+static void test_a_file_of_the_version_before(void) {
+  static char text[LARGE + 1], old[LARGE + 1];
+  struct kvs_costs costs = some_costs(4), back;
+  costs.tuning.host_links = 0;
+  memset(costs.tuning.host_gbps, 0, sizeof costs.tuning.host_gbps);
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  load(text);
+  CHECK(!strstr(text, "host_"));
+  store(old, replaced(old, text, "calibration 5", "calibration 4"));
+  memset(&back, 0xff, sizeof back);
+  CHECK(kvs_costs_read(file, &back, &err) == KVS_OK, "%s", err.message);
+  CHECK(memcmp(&costs.paths, &back.paths, sizeof costs.paths) == 0);
+  CHECK(back.tuning.host_links == 0 && back.tuning.host_gbps[KVS_HOST_BOTH] == 0);
+  CHECK(back.tuning.link_gbps[KVS_D2H] == costs.tuning.link_gbps[KVS_D2H]);
+}
+
 /* Cut anywhere, a file is refused, and so is one that lacks any of its lines but those of tuning. */
 static void test_cut_files(void) {
   static char text[LARGE + 1], less[LARGE + 1];
@@ -367,7 +386,7 @@ static void test_cut_files(void) {
     size_t before = (size_t)(line - text), after = n - (size_t)(next - text);
     memcpy(less, text, before);
     memcpy(less + before, next, after);
-    if (strncmp(line, "kernel_", 7) && strncmp(line, "link_", 5)) {
+    if (strncmp(line, "kernel_", 7) && strncmp(line, "link_", 5) && strncmp(line, "host_", 5)) {
       refuse(less, before + after, "line ");
       continue;
     }
@@ -400,6 +419,9 @@ static void test_wrong_numbers(void) {
   refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 39.125"), "2 of 3 numbers");
   refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 1 1 1"), "more than 3 numbers");
   refuse(wrong, replaced(wrong, text, "link_gbps_d2h 55.5", "link_gbps_d2h 100001"), "link_gbps_d2h cannot be 100001");
+  refuse(wrong, replaced(wrong, text, "host_links 4", "host_links 2.5"), "host_links cannot be 2.5");
+  refuse(wrong, replaced(wrong, text, "host_gbps_both 201.125", "host_gbps_both 100001"),
+         "host_gbps_both cannot be 100001");
   store(wrong, replaced(wrong, text, "77777", "0077777.000"));
   CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK && costs.paths[KVS_D2H][KVS_PATH_DMA].start == 77777);
 }
@@ -409,9 +431,10 @@ static void test_wrong_lines(void) {
   struct kvs_costs costs = some_costs(4);
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
   size_t n = load(text);
-  refuse(wrong, replaced(wrong, text, "calibration 4", "calibration 3"),
-         "line 1: the format is version 3, this kvswap reads version 4; `kvswap calibrate` makes it anew");
-  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 4'");
+  refuse(wrong, replaced(wrong, text, "calibration 5", "calibration 3"),
+         "line 1: the format is version 3, this kvswap reads versions 4 and 5; `kvswap calibrate` makes it anew");
+  refuse(wrong, replaced(wrong, text, "calibration 5", "calibration 4"), "'host_links 4' is no key");
+  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 5'");
   refuse(wrong, replaced(wrong, text, "machine m\n", ""), "line 2: it does not begin with 'machine '");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\n\n"), "something follows");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nlink_gbps_h2d 1\n"), "something follows");
@@ -425,7 +448,7 @@ static void test_wrong_lines(void) {
   refuse(wrong, replaced(wrong, text, "machine m", "machine \x1b[2J"), "does not print");
   refuse(wrong, replaced(wrong, text, "machine m\n", "machine m\r\n"), "does not print");
   wrong[0] = '\0';
-  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 4\nmachine %0500d\nend\n", 1);
+  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 5\nmachine %0500d\nend\n", 1);
   refuse(wrong, long_line, "longer than");
   memcpy(wrong, text, n);
   wrong[n / 2] = '\0';
@@ -451,6 +474,9 @@ static void test_costs_that_are_none_are_not_written(void) {
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
     costs = good;
     costs.paths[1][KVS_PATH_STRIDED].extra = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
+    costs.tuning.host_gbps[KVS_HOST_BOTH] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
     costs = good;
     costs.tuning.link_gbps[1] = wrong[i];
@@ -530,6 +556,7 @@ int main(void) {
   test_written_comes_back();
   test_the_file_is_the_users_alone();
   test_links_pipes_and_folders();
+  test_a_file_of_the_version_before();
   test_cut_files();
   test_wrong_numbers();
   test_wrong_lines();

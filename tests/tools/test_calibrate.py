@@ -573,9 +573,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     costs = _C._costs_read(None)
     del costs["d2h"]["burst"], costs["tuning"]["kernel_normal_h2d"]
     costs["h2d"]["strided"]["extra"] = 0.125
+    costs["tuning"] |= {"host_links": 4, "host_gbps_d2h": 156.5, "host_gbps_h2d": 211, "host_gbps_both": 201}
     _C._costs_write(tmp_path / "x", costs, "a machine")
     assert _C._costs_read(tmp_path / "x") == costs
-    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 4", "machine a machine"]
+    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 5", "machine a machine"]
     with pytest.raises(IndexError, match="nowhere"):
         _C._costs_read(tmp_path / "nowhere")
     (tmp_path / "x").chmod(0o606)
@@ -686,10 +687,10 @@ def test_built_in_costs_of_one_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("no calibration\n", "line 1: it is not 'kvswap calibration 4'"),
+        ("no calibration\n", "line 1: it is not 'kvswap calibration 5'"),
         (
             "kvswap calibration 2\nmachine m\nkernel_ctas 8\nend\n",
-            "the format is version 2, this kvswap reads version 4",
+            "the format is version 2, this kvswap reads versions 4 and 5",
         ),
     ],
 )
