@@ -454,6 +454,24 @@ int kvs_lane_pin(struct kvs_lane *lane, uint64_t sequence, struct kvs_transfer *
   return status;
 }
 
+bool kvs_lane_pin_begun(struct kvs_lane *lane, struct kvs_transfer **found, kvs_event *end) {
+  struct kvs_device *device = lane->engine->device;
+  struct kvs_error ignored;
+  pthread_mutex_lock(&lane->lock);
+  struct kvs_transfer *oldest = lane->head;
+  bool begun = oldest && oldest->end && !oldest->steps && !oldest->unjoined &&
+               kvs_dev_event_query(device, oldest->start, &ignored) == KVS_OK &&
+               kvs_dev_event_query(device, oldest->end, &ignored) == KVS_NOT_READY;
+  if (begun) {
+    oldest->pins++;
+    atomic_fetch_add(&oldest->refs, 1);
+    *found = oldest;
+    *end = oldest->end;
+  }
+  pthread_mutex_unlock(&lane->lock);
+  return begun;
+}
+
 void kvs_transfer_unpin(struct kvs_transfer *transfer) {
   pthread_mutex_lock(&transfer->lane->lock);
   if (--transfer->pins == 0 && atomic_load(&transfer->state) != KVS_STATE_RUNNING)

@@ -33,6 +33,8 @@ struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
 uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
 /* As kvs_transfer_pin() for the transfer `sequence` of the lane, and takes a reference for the caller to drop. */
 int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
+/* The same for the oldest transfer, if it has begun and waits for nothing but its own work. False: there is none. */
+bool kvs_lane_pin_begun(struct kvs_lane *, struct kvs_transfer **, kvs_event *end);
 /* KVS_OK: the transfer is done. KVS_NOT_READY: it runs, and *end may be waited for until kvs_transfer_unpin(), which
  * the caller must call. Any other status: why neither. */
 int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);

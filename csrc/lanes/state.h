@@ -68,6 +68,7 @@ struct kvs_transfer {
   atomic_bool unsettled;           /* the transfer ends only after kvs_late_settle() */
   bool unjoined;        /* the lane stream does not cover all its bursts: it ends once the burst stream is idle too */
   bool lent;            /* some of its bytes go over links of other devices */
+  bool steps;           /* its layers wait for start dependencies of their own */
   kvs_event start, end; /* guarded by lane->lock while running; end 0: the transfer ends when the lane stream is idle */
   bool end_shared;      /* guarded by lane->lock: `end` was handed out and belongs to the transfer */
   struct kvs_failure *outcome; /* failure record shared with the written slots when the outcome is known only at

@@ -3,14 +3,19 @@
  * A lender comes first: a transfer takes a link only if the lender has no unfinished transfer in that direction, but
  * for one that has borrowed the borrower's link in turn. No more pieces than there are slots stand on the link at a
  * time, whatever is queued, and there is a gap before each of them, in which the lender's copy engine makes what the
- * lender copies itself. */
+ * lender copies itself.
+ *
+ * Where the host's memory reaches less than all links together, a transfer borrows what is left beside the links in
+ * use, and a store nothing while a load is in progress. A link in use that is lent once more adds nothing. */
 #include "paths/lend.h"
 
 #include "device/share.h"
 #include "lanes/lane.h"
 #include "lanes/late.h"
 #include "lanes/registry.h"
+#include "paths/costs_default.h"
 #include "paths/slots.h"
+#include "plan/host_sum.h"
 #include "racecheck/racecheck.h"
 
 /* A stream takes some 1,000 commands, then the driver holds its caller; a piece is 3 to 5 of each of its streams. */
@@ -54,6 +59,93 @@ bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction, s
   return busy;
 }
 
+/* -- the host's sum --------------------------------------------------------------------------------------------------
+ */
+
+static const double LEAST_TAKEN = 0.1; /* of a link: a smaller share is not worth its third stage */
+
+bool kvs_link_counts(const struct kvs_engine *engine, const struct kvs_engine *other) {
+  return kvs_dev_can_wait_for(engine->device, other->device) && !kvs_dev_forked(other->device) &&
+         !atomic_load(&other->device->lost);
+}
+
+double kvs_link_gbps(const struct kvs_engine *engine, enum kvs_direction direction) {
+  double gbps = engine->costs.tuning.link_gbps[direction];
+  return gbps > 0 ? gbps : kvs_costs_default()->tuning.link_gbps[direction];
+}
+
+/* Whether work of this borrower is queued on the lender's link. A way that another thread holds is being queued on. */
+static bool is_borrowing(struct kvs_engine *borrower, const struct kvs_engine *lender, enum kvs_direction direction) {
+  bool found = false;
+  for (int i = 0; !found && i < KVS_LENDERS; i++) {
+    struct kvs_lent *lent = &borrower->lent[i];
+    struct kvs_lent_way *way = &lent->ways[direction];
+    pthread_mutex_lock(&borrower->note_lock);
+    bool lends = lent->lender == lender;
+    pthread_mutex_unlock(&borrower->note_lock);
+    if (!lends) continue;
+    found = pthread_mutex_trylock(&way->lock) != 0;
+    if (found) continue;
+    found = way->lane && !kvs_lent_is_over(way);
+    pthread_mutex_unlock(&way->lock);
+  }
+  return found;
+}
+
+/* Whether the link carries transfers of its own device, or of a borrower other than `asking`, whose ways of that
+ * direction this thread may hold. NULL: of any. */
+static bool is_in_use(struct kvs_engine *engine, enum kvs_direction direction, const struct kvs_engine *asking) {
+  struct kvs_engine *borrower;
+  bool used = kvs_lent_is_busy(engine, direction, NULL);
+  for (unsigned i = 0; !used && (borrower = kvs_engine_at(i)) != NULL; i++)
+    if (borrower != asking && borrower != engine && atomic_load(&borrower->lent_least))
+      used = is_borrowing(borrower, engine, direction);
+  return used;
+}
+
+void kvs_links_busy(struct kvs_engine *engine, enum kvs_direction direction, double busy_gbps[2]) {
+  struct kvs_engine *other;
+  bool before = kvs_racecheck_internal(true);
+  busy_gbps[KVS_D2H] = busy_gbps[KVS_H2D] = 0;
+  for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++)
+    for (int way = 0; kvs_link_counts(engine, other) && way < 2; way++) {
+      if (other == engine && way == (int)direction) continue;
+      if (is_in_use(other, (enum kvs_direction)way, way == (int)direction ? engine : NULL))
+        busy_gbps[way] += kvs_link_gbps(other, (enum kvs_direction)way);
+    }
+  kvs_racecheck_internal(before);
+}
+
+/* As much of the idle links as the host has room for. Of each link in order its whole share, while there is room. */
+static void limit(struct kvs_submission *s) {
+  const struct kvs_tuning *tuning = &s->engine->costs.tuning;
+  enum kvs_direction direction = s->work->direction;
+  double busy[2], own = kvs_link_gbps(s->engine, direction), wanted = 0;
+  bool used[KVS_LENDERS];
+  unsigned kept = 0;
+  if (!s->nlent || !tuning->host_links) return;
+  kvs_links_busy(s->engine, direction, busy);
+  for (unsigned i = 0; i < s->nlent; i++) {
+    used[i] = is_in_use(s->lent[i]->lender, direction, s->engine);
+    wanted += used[i] ? 0 : own * s->lent[i]->taken;
+  }
+  bool none = direction == KVS_D2H && kvs_host_loads_first(tuning->host_gbps, busy, own + wanted);
+  double room = none ? 0 : kvs_host_room(tuning->host_gbps, busy, direction, own) / own;
+  for (unsigned i = 0; i < s->nlent; i++) {
+    struct kvs_lent_way *way = s->lent[i];
+    if (!used[i] && way->taken > room) way->taken = room;
+    if (!used[i]) room -= way->taken;
+    if (none || way->taken < LEAST_TAKEN)
+      pthread_mutex_unlock(&way->lock);
+    else
+      s->lent[kept++] = way;
+  }
+  s->nlent = kept;
+}
+
+/* -- taking, continued -----------------------------------------------------------------------------------------------
+ */
+
 /* Rows that are not cut must fit. */
 static bool serves(struct kvs_submission *s, struct kvs_lent_way *way) {
   if (!way->lending.slot_nbytes || atomic_load(&way->lender->device->lost)) return false;
@@ -72,11 +164,13 @@ bool kvs_lent_take(struct kvs_submission *s) {
     if (pthread_mutex_trylock(&way->lock)) continue;
     way->given = 0;
     way->used = false;
+    way->taken = way->lending.share;
     if (serves(s, way))
       s->lent[s->nlent++] = way;
     else
       pthread_mutex_unlock(&way->lock);
   }
+  limit(s);
   kvs_racecheck_internal(before);
   return s->nlent > 0;
 }
@@ -105,7 +199,7 @@ struct kvs_lent_way *kvs_lent_next(const struct kvs_submission *s) {
   struct kvs_lent_way *next = NULL;
   double least = (double)s->given;
   for (unsigned i = 0; i < s->nlent; i++) {
-    double given = (double)s->lent[i]->given / s->lent[i]->lending.share;
+    double given = (double)s->lent[i]->given / s->lent[i]->taken;
     if (given < least && s->lent[i]->queued < MOST_QUEUED) next = s->lent[i], least = given;
   }
   return next;
@@ -119,7 +213,7 @@ void kvs_lent_give(struct kvs_submission *s, struct kvs_lent_way *way, uint64_t 
 double kvs_lent_shares(const struct kvs_submission *s) {
   double shares = 0;
   for (unsigned i = 0; i < s->nlent; i++)
-    if (s->lent[i]->queued < MOST_QUEUED) shares += s->lent[i]->lending.share;
+    if (s->lent[i]->queued < MOST_QUEUED) shares += s->lent[i]->taken;
   return shares;
 }
 

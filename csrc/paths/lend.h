@@ -12,6 +12,13 @@ bool kvs_lent_take(struct kvs_submission *);
  * `borrower`, if it is not NULL. */
 bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction, struct kvs_engine *borrower);
 void kvs_lent_release(struct kvs_submission *);
+
+/* The links of the devices of this process, for the host's sum (plan/host_sum.h). kvs_link_counts: whether the device
+ * counts, in what `engine` asks. kvs_links_busy: GB/s by direction, of the links that carry transfers of their own
+ * device or of a borrower; the own link in `direction` is left out. */
+bool kvs_link_counts(const struct kvs_engine *, const struct kvs_engine *other);
+double kvs_link_gbps(const struct kvs_engine *, enum kvs_direction);
+void kvs_links_busy(struct kvs_engine *, enum kvs_direction, double busy_gbps[2]);
 /* Let go of links whose slots are too small for the packed rows. */
 void kvs_lent_fit(struct kvs_submission *);
 

@@ -38,6 +38,7 @@ struct kvs_submission {
   bool reads_early;        /* the driver reads the source before its turn: kvs_await_source() */
   size_t failed_capacity;
   size_t cursor;         /* where kvs_block_by_block() continues */
+  bool loads_first;      /* it goes behind the loads that are in progress: loads_first.h */
   bool leftovers;        /* work may be on the streams although the call fails */
   int fatal;             /* KVS_OK, or why issuing has stopped */
   struct kvs_error *err; /* error of the call */

@@ -22,6 +22,7 @@
 #include "memory/watch.h"
 #include "paths/choose.h"
 #include "paths/copies.h"
+#include "paths/loads_first.h"
 #include "paths/parts.h"
 #include "paths/table.h"
 #include "paths/units.h"
@@ -198,6 +199,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   s->leftovers = !status; /* in case the call is refused later */
   if (!status) status = kvs_lane_head(lane, s->ahead, &transfer->head, s->err);
   if (!status) status = kvs_order_before(transfer, s->work, s->options, s->err);
+  if (!status) kvs_loads_first_wait(s);
   if (!status) status = prepare_outcome(s);
   if (!status) status = kvs_dev_event_record(s->device, transfer->start, transfer->head, s->err);
   if (status) {
@@ -265,6 +267,7 @@ static int submit(struct kvs_submission *s) {
   status = kvs_choose_path(s, &s->transfer->path);
   if (!status) status = kvs_prepare_path(s);
   if (!status) status = prepare_layers(s);
+  if (!status) kvs_loads_first_look(s);
   if (!status) status = submit_in_order(s);
   kvs_release_path(s);
   kvs_lane_release(s->lane, status != KVS_OK && s->leftovers);
@@ -278,6 +281,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;
+  s.transfer->steps = options->nafter_layers > 0;
   s.transfer->nbytes = work->nbytes;
   s.transfer->link_nbytes = work->coded_nbytes ? work->coded_nbytes : work->nbytes;
   s.transfer->nblocks = work->nblocks;

@@ -1,7 +1,7 @@
 /* Costs and their files, for kvswap.calibrate. A dict of costs is {"d2h": {path: {"start": ns, "extra": ns, "each":
- * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "host_...": number, "kernel_...": (CTAs, pace, GB/s)}};
- * unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is empty for a path without
- * run costs. */
+ * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "host_...": number, "kernel_...":
+ * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is empty
+ * for a path without run costs. */
 #include "py/calibration.h"
 #include "paths/calibration.h"
 #include "paths/costs_default.h"

@@ -5,6 +5,7 @@
 #include "paths/costs_default.h"
 #include "paths/predict.h"
 #include "paths/table.h"
+#include "plan/host_sum.h"
 
 #include <errno.h>
 #include <math.h>
@@ -44,6 +45,43 @@ static struct kvs_costs some_costs(uint64_t seed) {
 /* -- prediction ------------------------------------------------------------------------------------------------ */
 
 static bool near(double a, double b) { return fabs(a - b) <= 1e-9 * fabs(b); }
+
+/* What four H200 of one host reach (links of 55 GB/s), and other hosts: `busy` by direction. */
+static void test_the_hosts_room(void) {
+  const enum kvs_direction D2H = KVS_D2H, H2D = KVS_H2D;
+  const struct {
+    double host[3], busy[2], own;
+    enum kvs_direction direction;
+    double room;
+    bool loads_first;
+  } cases[] = {
+      {{0, 0, 0}, {0, 0}, 55, D2H, INFINITY, false}, /* unknown */
+      {{0, 0, 0}, {110, 165}, 55, D2H, INFINITY, false},
+      {{156, 211, 201}, {0, 0}, 55, D2H, 101, false},
+      {{156, 211, 201}, {55, 0}, 55, D2H, 46, false}, /* part of a link */
+      {{156, 211, 201}, {110, 0}, 55, D2H, 0, false},
+      {{156, 211, 201}, {165, 0}, 55, D2H, 0, false}, /* more than the sum: none, not less */
+      {{156, 211, 201}, {0, 0}, 55, H2D, 156, false},
+      {{156, 211, 201}, {0, 110}, 55, H2D, 46, false},
+      {{156, 211, 201}, {156, 0}, 55, H2D, 156, false}, /* stores do not count for loads */
+      {{156, 211, 201}, {0, 55}, 55, D2H, 101, false},  /* the host feeds both */
+      {{156, 211, 201}, {0, 165}, 55, D2H, 101, true},
+      {{156, 211, 201}, {0, 110}, 165, D2H, 0, true}, /* with two borrowed links */
+      {{156, 211, 201}, {110, 55}, 55, D2H, 0, true}, /* other stores count */
+      {{156, 211, 201}, {156, 0}, 55, D2H, 0, false}, /* no load is in progress */
+      {{111, 111, 166}, {0, 0}, 55, D2H, 56, false},  /* two H200: one link each way is there */
+      {{111, 111, 166}, {0, 55}, 55, D2H, 56, false},
+      {{111, 111, 166}, {0, 110}, 55.5, D2H, 55.5, false},
+      {{111, 111, 166}, {0, 111}, 55.5, D2H, 55.5, true},
+      {{156, 211, 0}, {0, 211}, 55, D2H, 101, false}, /* of both directions nothing is known */
+      {{0, 211, 201}, {0, 211}, 55, D2H, INFINITY, true},
+      {{55, 55, 60}, {0, 0}, 55, D2H, 0, false}, /* links behind one switch */
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    CHECK(kvs_host_room(cases[i].host, cases[i].busy, cases[i].direction, cases[i].own) == cases[i].room, "%zu", i);
+    CHECK(kvs_host_loads_first(cases[i].host, cases[i].busy, cases[i].own) == cases[i].loads_first, "%zu", i);
+  }
+}
 
 static double kernel_ns(const struct kvs_costs *costs, uint64_t nbytes, uint64_t pieces) {
   return kvs_cost_ns(costs, &(struct kvs_shape){.direction = KVS_H2D, .nbytes = nbytes, .pieces = pieces},
@@ -557,6 +595,7 @@ int main(void) {
   test_the_file_is_the_users_alone();
   test_links_pipes_and_folders();
   test_a_file_of_the_version_before();
+  test_the_hosts_room();
   test_cut_files();
   test_wrong_numbers();
   test_wrong_lines();

@@ -7,13 +7,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, run_python, second_device, until, usable
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, bindings, run_python, second_device, until, usable
 from transfers import (
     CALLS,
     D2H,
@@ -31,7 +31,7 @@ from transfers import (
 )
 
 import kvswap
-from kvswap import testing
+from kvswap import _C, testing
 from kvswap.codecs import Coding
 
 KIB = 1 << 10
@@ -280,6 +280,59 @@ def test_a_link_serves_one_lane_that_waits(device: kvswap.Device, lent: kvswap.D
         finish(sides, transfers, works)
 
 
+# -- the host's sum ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sums(device: kvswap.Device, **links: float) -> Iterator[None]:
+    """The host reaches so many times one link: d2h, h2d, both."""
+    before = _C._costs_of(device)
+    tuning = {**before["tuning"], "link_gbps_d2h": 50.0, "link_gbps_h2d": 50.0, "host_links": 2}
+    tuning |= {f"host_gbps_{name}": 50.0 * times for name, times in links.items()}
+    bindings.costs_use(device, {**before, "tuning": tuning})
+    try:
+        yield
+    finally:
+        bindings.costs_use(device, before)
+
+
+def test_no_more_is_borrowed_than_the_host_reaches(device: kvswap.Device, lent: kvswap.Device, direction: int) -> None:
+    work, sides = plain(16 * KIB, 4, 200, direction), Sides(device, 16 * MIB)
+    name = ("d2h", "h2d")[direction]
+    for reached, path, share in ((2.5, "borrow", 1), (1.5, "borrow", 0.5), (1.05, "burst", 0), (0.9, "burst", 0)):
+        before = lent_bytes(lent)
+        with sums(device, **{name: reached}):
+            transfer = sides.run(work, path="borrow")
+        assert transfer.path == path, reached
+        assert moved_by(lent, before, direction) == pytest.approx(transfer.nbytes * share / (1 + share), rel=0.1)
+
+
+def test_links_of_other_devices_count(device: kvswap.Device, lent: kvswap.Device, direction: int) -> None:
+    """While a third device loads. Stores borrow nothing then, where both directions are the limit."""
+    if device.kind == "cuda":
+        pytest.skip("needs three GPUs")
+    third = kvswap.Device("host:211")
+    work, sides, theirs = plain(16 * KIB, 4, 100, direction), Sides(device, 16 * MIB), Sides(third, MIB)
+    held, own = kvswap.Stream(third), plain(1000, 1, 20, H2D)
+    name = ("both", "h2d")[direction]
+
+    def path(links: float) -> str:
+        with sums(device, **{name: links}):
+            return sides.run(work, path="borrow").path
+
+    theirs.prepare(MIB)
+    assert path(2.9) == "borrow"
+    with Gate(third) as gate:
+        gate.hold(held)
+        load = theirs.swap(own, stream=held)
+        assert path(3.3) == "borrow"
+        assert path(2.05) == "burst"
+        assert path(2.9) == ("burst" if direction == D2H else "borrow"), "stores give way as a whole"
+        gate.open()
+        finish(theirs, [load], [own])
+    assert path(2.05) == "borrow"
+
+
 @pytest.mark.parametrize("codec", [None, "exact"])
 def test_auto_borrows_for_large_transfers(device: kvswap.Device, lender: kvswap.Device, codec: str | None) -> None:
     """Both ways, and by a burst while no device lends."""
@@ -483,7 +536,8 @@ def mutual(device: kvswap.Device, lent: kvswap.Device) -> Iterator[tuple[kvswap.
 
 @pytest.mark.parametrize("direction", [D2H, H2D])
 def test_two_that_borrow_at_once_share_both_links(mutual: tuple[kvswap.Device, kvswap.Device], direction: int) -> None:
-    """The second borrows while the first, which has taken half of its link, is under way."""
+    """The second borrows while the first, which has taken half of its link, is under way. Its link is in use, and lent
+    once more it adds nothing to what the host must reach."""
     sides, work = [Sides(device, 32 * MIB) for device in mutual], plain(64 * KIB, 2, 100, direction)
 
     def both_at_once() -> bool:
@@ -497,7 +551,10 @@ def test_two_that_borrow_at_once_share_both_links(mutual: tuple[kvswap.Device, k
             finish(side, [transfer], [work])
         return overlap and second.path == "borrow"
 
-    until(both_at_once, "a second transfer that borrows beside the first")
+    with ExitStack() as stack:
+        for device in mutual if direction == D2H else ():
+            stack.enter_context(sums(device, d2h=2))
+        until(both_at_once, "a second transfer that borrows beside the first")
 
 
 @pytest.mark.parametrize("direction", [D2H, H2D])
