@@ -57,8 +57,13 @@ def takes(name: str, phase: str) -> bool:
     if base in _LMCACHE:  # its cache cannot be looked into: no block can be taken out, or handed out in random order
         return phase in ("prepare", "truth", "store", "hits", "burst", "alone", "loads", "idle")
     if base in _CODECS:  # a copy that is left out shows as a block that cannot be decoded, which is computed again
-        return phase != "skipped" and (phase != "truth" or _CODECS[base] == "exact")
+        return phase != "skipped"
     return phase != "skipped" or base in _WITH_SKIPPED
+
+
+def lossy(name: str) -> bool:
+    """Whether blocks come back from the host other than they were computed."""
+    return _CODECS.get(split(name)[0], "exact") != "exact"
 
 
 def register(name: str) -> None:

@@ -31,7 +31,7 @@ unpack() { # FOLDER, what SHA256 and part-00 are in; TO
 build() {
   local copy=$base/source stamp
   rm -rf "$copy" && mkdir "$copy"
-  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE packaging monitoring cmake csrc kvswap "$copy") ||
+  (cd "$tree" && cp -r --parents setup*.py pyproject.toml MANIFEST.in README.md LICENSE packaging monitoring cmake csrc kvswap tests/bindings "$copy") ||
     fail "the source is not whole in $tree"
   find "$copy" \( -name '*.so' -o -name '*.pyc' -o -name kvswap_version.h \) -delete  # what builds make
   stamp=$(cd "$copy" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from serving.configurations import NAMES, REPEATED, takes
+from serving.configurations import NAMES, REPEATED, lossy, takes
 
 Turns = dict[tuple[int, int], tuple[float, float]]  # of each turn of a run: its figure, and the processor's probe
 LIKE = 1.15  # two turns are a pair if their probes differ by less: else the processor was faster for one of them
@@ -39,6 +39,10 @@ def _submission(direction: str) -> Value:
 
 def _speed(direction: str) -> Value:
     return _of(direction, lambda made: made.get("GBps"))
+
+
+def _each_ms(direction: str) -> Value:
+    return _of(direction, lambda made: 1e3 * made["device_s"] / made["jobs"] if made.get("device_s") else None)
 
 
 def _run(direction: str) -> Value:
@@ -86,6 +90,7 @@ ROWS: list[tuple[str, str, Value]] = [
     ("submission of a load by the connector's thread, ms", "hits", _thread("load")),
     ("submission of a store by the connector's thread, ms", "store", _thread("store")),
     ("loads on the device, GB/s", "hits", _speed("load")),
+    ("a load on the device, ms", "hits", _each_ms("load")),
     ("stores on the device, GB/s", "store", _speed("store")),
     ("connector, a step with nothing to move, us", "idle", _middle("connector_us")),
 ]
@@ -295,7 +300,10 @@ def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
             continue
         if line["phase"] == "truth":
             blocks, differ = sum(record["blocks"]), sum(record["differ"])
-            made.append(f"truth, {line['config']}: {differ} of {blocks} blocks differ, {record['distinct']} distinct")
+            text = f"truth, {line['config']}: {differ} of {blocks} blocks differ, {record['distinct']} distinct"
+            if lossy(line["config"]):
+                text += f"; two loads are compared, {record['changed']} blocks differ from those computed"
+            made.append(text)
         else:
             made.append(f"a copy left out, {line['config']}: {record['differ']} of {record['blocks']} blocks differ")
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,8 @@ class TestTable:
         lines = [hits("native", 0, 1.0)]
         lines.append({"run": 1, "regime": "r", "config": "native", "phase": "truth", "repeat": 0, "record": record})
         assert "truth, native: 3 of 200 blocks differ, 100 distinct" in self.rows(lines)
+        lossy = {**lines[-1], "config": "kvswap-mxfp8", "record": {**record, "differ": [0], "changed": 99}}
+        assert any("two loads are compared, 99 blocks differ from those" in row for row in self.rows([lossy]))
 
     def line(self, phase, record, config="simple", repeat=0):
         return {"run": 1, "regime": "r", "config": config, "phase": phase, "repeat": repeat, "record": record}
@@ -187,7 +190,7 @@ class TestOptions:
 
         assert all(takes("none", phase) for phase in ("store", "hits", "burst", "loads")) and not takes("none", "truth")
         assert takes("lmcache", "truth") and not any(takes("lmcache", phase) for phase in ("stores", "scatter"))
-        assert takes("kvswap-exact", "truth") and not takes("kvswap-mxfp8", "truth")
+        assert takes("kvswap-exact", "truth") and takes("kvswap-mxfp8", "truth")
         assert takes("kvswap", "skipped") and not takes("kvswap-exact", "skipped")
 
     def test_pages_of_models(self):
@@ -454,3 +457,12 @@ class TestPackage:
             assert taken(name), name
         for name in ("vllm/_flashmla_C.abi3.so", "vllm/", "vllm-0.26.0.dist-info/RECORD", "vllm/a.cubin"):
             assert not taken(name), name
+
+    def test_what_is_built_from_is_copied(self):
+        """run.sh builds kvswap in a folder of its own."""
+        (listed,) = re.findall(r'cp -r --parents (.*) "\$copy"', (ROOT / "benchmarks/serving/run.sh").read_text())
+        copied = {path for name in listed.split() for path in ROOT.glob(name)}
+        setup = (ROOT / "setup.py").read_text() + (ROOT / "packaging/kvswap_build/extension.py").read_text()
+        read = {ROOT / name for name in re.findall(r'"((?:csrc|tests|monitoring|packaging)/[\w./-]+)"', setup)}
+        assert len(read) > 2
+        assert [path for path in read if path.exists() and not copied & {path, *path.parents}] == []
