@@ -314,6 +314,11 @@ class _Share:
         wait: float,
         store_wait: float,
         padded: bool,
+        *,
+        stride: int = 0,
+        takes_only: bool = False,
+        file: int = 0,
+        file_nbytes: int = 0,
     ) -> _Share: ...
     def form(self) -> tuple[int, int, int, int, int]: ...
     def meet(self, rank: int, /) -> int: ...

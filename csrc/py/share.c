@@ -119,7 +119,7 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
   int rc = -1;
   if (gpu_pools) {
     options->host_pools = host_pools;
-    options->gpu_pools = gpu_pools;
+    options->gpu_pools = PyTuple_GET_SIZE(gpu) ? gpu_pools : NULL;
     options->npools = (size_t)PyTuple_GET_SIZE(host);
     KVS_PY_NO_GIL(rc = kvs_share_open(options, &self->share, &err));
     if (rc != KVS_OK) kvs_py_raise(state, &err);
@@ -130,19 +130,22 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
 }
 
 static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"host",  "gpu",  "ptr",        "block_nbytes", "num_blocks", "piece_nbytes", "slots", "share",
-                          "stall", "wait", "store_wait", "padded",       NULL};
+  static char *names[] = {"host",   "gpu",        "ptr",   "block_nbytes", "num_blocks", "piece_nbytes",
+                          "slots",  "share",      "stall", "wait",         "store_wait", "padded",
+                          "stride", "takes_only", "file",  "file_nbytes",  NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_share_options options = {0};
   PyObject *host, *gpu;
-  unsigned long long ptr, block, blocks, piece;
-  int padded;
+  unsigned long long ptr, block, blocks, piece, stride = 0, file_nbytes = 0;
+  int padded, takes_only = 0;
   double stall, wait, store;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIddddp:_Share", names, &PyTuple_Type, &host, &PyTuple_Type,
-                                   &gpu, &ptr, &block, &blocks, &piece, &options.slots, &options.share, &stall, &wait,
-                                   &store, &padded))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIddddp|$KpiK:_Share", names, &PyTuple_Type, &host,
+                                   &PyTuple_Type, &gpu, &ptr, &block, &blocks, &piece, &options.slots, &options.share,
+                                   &stall, &wait, &store, &padded, &stride, &takes_only, &options.file, &file_nbytes))
     return NULL;
-  if (kvs_py_same_length("gpu", (size_t)PyTuple_GET_SIZE(gpu), "host", (size_t)PyTuple_GET_SIZE(host)) < 0) return NULL;
+  if (PyTuple_GET_SIZE(gpu) &&
+      kvs_py_same_length("gpu", (size_t)PyTuple_GET_SIZE(gpu), "host", (size_t)PyTuple_GET_SIZE(host)) < 0)
+    return NULL;
   if (!(stall > 0 && stall < 1e6 && wait >= 0 && wait < 1e6 && store > 0 && store < 1e6))
     return kvs_py_complain(PyExc_ValueError, "stall", -1, "or another limit is no time in seconds"), NULL;
   options.host = ptr;
@@ -150,6 +153,9 @@ static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   options.num_blocks = blocks;
   options.piece_nbytes = piece;
   options.padded = padded != 0;
+  options.stride = stride;
+  options.takes_only = takes_only != 0;
+  options.file_nbytes = file_nbytes;
   options.stall_ns = (uint64_t)(stall * 1e9);
   options.wait_ns = (uint64_t)(wait * 1e9);
   options.store_ns = (uint64_t)(store * 1e9);
@@ -297,7 +303,8 @@ static PyObject *share_close(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"form", share_form, METH_NOARGS,
      PyDoc_STR("form($self, /)\n--\n\n(block_nbytes, num_blocks, slot_nbytes, piece_blocks, slots)")},
-    {"meet", share_meet, METH_VARARGS, PyDoc_STR("meet($self, rank, /)\n--\n\nA descriptor of slots for that member.")},
+    {"meet", share_meet, METH_VARARGS,
+     PyDoc_STR("meet($self, rank, /)\n--\n\nA descriptor of slots for that member; -1: a member that only lends.")},
     {"link", share_link, METH_VARARGS,
      PyDoc_STR("link($self, rank, socket, process, slots_fd, slots, lends, /)\n--\n\nTakes over socket and process.")},
     {"unmeet", share_unmeet, METH_VARARGS, PyDoc_STR("unmeet($self, rank, /)\n--\n\nGive back what meet() made.")},

@@ -4,6 +4,7 @@
 #include "share/bring.h"
 
 #include <string.h>
+#include <sys/stat.h>
 
 #include "lanes/lane.h"
 #include "memory/memory.h"
@@ -23,6 +24,7 @@ static int bounce_open(struct kvs_share *share, struct kvs_share_bounce *bounce,
 }
 
 int kvs_bring_open(struct kvs_share *share, struct kvs_error *err) {
+  if (share->asked.takes_only) return KVS_OK;
   int status =
       kvs_engine_alloc(share->engine, KVS_SHARE_BOUNCES * share->slot_nbytes, false, &share->bounce_memory, err);
   for (unsigned i = 0; !status && i < KVS_SHARE_BOUNCES; i++)
@@ -106,16 +108,16 @@ bool kvs_bring_drop(struct kvs_share *share, struct kvs_share_link *link, const 
 static int cross(struct kvs_share *share, const struct kvs_share_bounce *bounce,
                  const struct kvs_share_request *request, struct kvs_error *err) {
   struct kvs_copies *copies = &share->copies;
-  bool in = request->direction == KVS_H2D;
+  bool in = request->direction == KVS_H2D, dense = share->stride == share->block_nbytes;
   uint64_t *host = in ? copies->src : copies->dst, *bounced = in ? copies->dst : copies->src;
   size_t count = 0;
   for (uint32_t i = 0; i < request->count; i++) {
     uint32_t id = request->ids[i];
-    if (count && request->ids[i - 1] + 1 == id && !share->cut[id - 1]) {
+    if (count && dense && request->ids[i - 1] + 1 == id && !share->cut[id - 1]) {
       copies->nbytes[count - 1] += share->block_nbytes;
       continue;
     }
-    host[count] = share->host_base + id * share->block_nbytes;
+    host[count] = share->host_base + id * share->stride;
     bounced[count] = bounce->ptr + i * share->block_nbytes;
     copies->nbytes[count] = share->block_nbytes;
     copies->block[count++] = i;
@@ -185,11 +187,25 @@ static bool pass(struct kvs_share *share, struct kvs_share_link *link, const str
   return true;
 }
 
-static unsigned on_link(const struct kvs_share *share, uint32_t direction) {
-  unsigned count = 0;
-  for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++)
-    count += share->bounces[i].on_link && share->bounces[i].asked.direction == direction;
-  return count;
+/* The device's link has room for a piece of another process: then it is this one's. A process has a member in each
+ * group that it lends its link to. */
+static bool enter_link(struct kvs_share *share, uint32_t direction) {
+  atomic_uint *pieces = &share->engine->lent_pieces[direction];
+  if (atomic_fetch_add(pieces, 1) < KVS_SHARE_ON_LINK) return true;
+  atomic_fetch_sub(pieces, 1);
+  return false;
+}
+
+static void leave_link(struct kvs_share *share, struct kvs_share_bounce *bounce) {
+  if (bounce->on_link) atomic_fetch_sub(&share->engine->lent_pieces[bounce->asked.direction], 1);
+  bounce->on_link = false;
+}
+
+/* An access behind the end of a file is a bus error where the CPU copies, as on a host device. */
+static bool is_cut_off(const struct kvs_share *share) {
+  struct stat file;
+  if (!share->asked.file_nbytes) return false;
+  return fstat(share->asked.file, &file) != 0 || (uint64_t)file.st_size < share->asked.file_nbytes;
 }
 
 static struct kvs_share_bounce *free_bounce(struct kvs_share *share) {
@@ -214,14 +230,16 @@ static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, 
                           struct kvs_share_bounce *bounce) {
   struct kvs_engine *engine = share->engine;
   struct kvs_error err;
-  bool room = bounce && on_link(share, request->direction) < KVS_SHARE_ON_LINK &&
-              !kvs_lent_is_busy(engine, (enum kvs_direction)request->direction, NULL);
+  bool room = bounce && !kvs_lent_is_busy(engine, (enum kvs_direction)request->direction, NULL) &&
+              enter_link(share, request->direction);
   if (!room && kvs_pool_check_open(share->host_pools[0], &err) == KVS_OK) return false;
   pthread_mutex_lock(&engine->hazard_lock); /* the pool is not closed, and unmapped, before the piece is queued */
-  bool closed = kvs_pool_check_open(share->host_pools[0], &err) != KVS_OK;
+  bool closed = kvs_pool_check_open(share->host_pools[0], &err) != KVS_OK || is_cut_off(share);
   if (!closed) begin(share, link, request, bounce);
   pthread_mutex_unlock(&engine->hazard_lock);
-  if (closed) answer(share, link, request, KVS_CLOSED); /* the shared pool was closed here */
+  if (!closed) return true;
+  if (room) atomic_fetch_sub(&engine->lent_pieces[request->direction], 1);
+  answer(share, link, request, KVS_CLOSED); /* the shared pool was closed here */
   return true;
 }
 
@@ -280,11 +298,12 @@ static bool end_one(struct kvs_share *share, struct kvs_share_bounce *bounce) {
   if (!bounce->busy) return false;
   if (bounce->on_link && !bounce->status &&
       kvs_dev_event_query(share->engine->device, bounce->crossed, &ignored) != KVS_NOT_READY) {
-    bounce->on_link = false;
+    leave_link(share, bounce);
     changed = true;
   }
   if (!has_ended(share, bounce)) return changed;
-  bounce->busy = bounce->on_link = false;
+  leave_link(share, bounce);
+  bounce->busy = false;
   if (bounce->job)
     end_pass(share, bounce);
   else if (!bounce->status)

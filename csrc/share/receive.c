@@ -796,6 +796,7 @@ int kvs_receive_open_pools(const struct kvs_share *share, uint64_t base, uint64_
     kvs_pool_get_layout(share->host_pools[i], &layout);
     layout.ptr = layout.ptr - share->host_base + base;
     layout.num_blocks = blocks;
+    layout.stride = share->block_nbytes;
     layout.group = i ? pools[0] : NULL;
     layout.name = NULL;
     status = kvs_pool_open(share->engine, &layout, &pools[i], err);

@@ -32,7 +32,11 @@ static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
   if (!asked->npools || !asked->block_nbytes || !asked->num_blocks)
     return kvs_fail(err, KVS_INVALID, "%zu pairs of pools, %" PRIu64 " blocks of %" PRIu64 " bytes: none may be 0",
                     asked->npools, asked->num_blocks, asked->block_nbytes);
-  if (asked->num_blocks > UINT32_MAX || __builtin_mul_overflow(asked->num_blocks, asked->block_nbytes, &extent))
+  if (asked->stride && asked->stride < asked->block_nbytes)
+    return kvs_fail(err, KVS_INVALID, "stride is %" PRIu64 ", less than a block's %" PRIu64 " bytes", asked->stride,
+                    asked->block_nbytes);
+  uint64_t stride = asked->stride ? asked->stride : asked->block_nbytes;
+  if (asked->num_blocks > UINT32_MAX || __builtin_mul_overflow(asked->num_blocks, stride, &extent))
     return kvs_fail(err, KVS_INVALID, "%" PRIu64 " blocks of %" PRIu64 " bytes: at most 2**32 - 1 blocks",
                     asked->num_blocks, asked->block_nbytes);
   if (asked->slots < 2 || asked->slots > KVS_SHARE_SLOTS)
@@ -47,29 +51,30 @@ static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
   return KVS_OK;
 }
 
-static bool lies_in(const struct kvs_pool_layout *layout, const struct kvs_share_options *asked) {
+static bool lies_in(const struct kvs_pool_layout *layout, const struct kvs_share *share) {
+  const struct kvs_share_options *asked = &share->asked;
   uint64_t offset = layout->ptr - asked->host, row = layout->block_nbytes / layout->rows;
-  return layout->ptr >= asked->host && layout->num_blocks == asked->num_blocks &&
-         layout->stride == asked->block_nbytes && offset < asked->block_nbytes &&
-         (layout->rows - 1) * layout->pitch + row <= asked->block_nbytes - offset;
+  return layout->ptr >= asked->host && layout->num_blocks == asked->num_blocks && layout->stride == share->stride &&
+         offset < asked->block_nbytes && (layout->rows - 1) * layout->pitch + row <= asked->block_nbytes - offset;
 }
 
 static int check_pools(const struct kvs_share *share, struct kvs_error *err) {
   const struct kvs_share_options *asked = &share->asked;
   for (size_t i = 0; i < share->npools; i++) {
+    struct kvs_pool *near = share->gpu_pools ? share->gpu_pools[i] : share->host_pools[i];
     struct kvs_pool_layout host, gpu;
     kvs_pool_get_layout(share->host_pools[i], &host);
-    kvs_pool_get_layout(share->gpu_pools[i], &gpu);
-    if (kvs_pool_engine(share->host_pools[i]) != share->engine || kvs_pool_engine(share->gpu_pools[i]) != share->engine)
+    kvs_pool_get_layout(near, &gpu);
+    if (kvs_pool_engine(share->host_pools[i]) != share->engine || kvs_pool_engine(near) != share->engine)
       return kvs_fail(err, KVS_INVALID, "host[%zu] or gpu[%zu] is a pool of another device than gpu[0], %s", i, i,
                       share->engine->name);
     if (host.coding || gpu.coding)
       return kvs_fail(err, KVS_UNSUPPORTED, "pair %zu is coded: members bring plain blocks only", i);
-    if (!lies_in(&host, asked))
+    if (!lies_in(&host, share))
       return kvs_fail(err, KVS_INVALID,
-                      "host[%zu] is no part of each of %" PRIu64 " blocks of %" PRIu64
-                      " bytes, one behind the other: the shared pool must be block-first",
-                      i, asked->num_blocks, asked->block_nbytes);
+                      "host[%zu] is no part of each of %" PRIu64 " blocks of %" PRIu64 " bytes, one each %" PRIu64
+                      ": the shared pool must be block-first",
+                      i, asked->num_blocks, asked->block_nbytes, share->stride);
   }
   return KVS_OK;
 }
@@ -92,7 +97,7 @@ static int find_whole(struct kvs_share *share, struct kvs_error *err) {
 
 /* Where registrations end: no copy may cross one. */
 static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
-  uint64_t at = share->host_base, end = at + share->num_blocks * share->block_nbytes;
+  uint64_t at = share->host_base, end = at + (share->num_blocks - 1) * share->stride + share->block_nbytes;
   share->cut = calloc((size_t)share->num_blocks, 1);
   if (!share->cut) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " blocks", share->num_blocks);
   while (at < end) {
@@ -104,30 +109,33 @@ static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
       return kvs_fail(err, KVS_INVALID, "the shared pool is not registered with %s: members cannot bring its blocks",
                       share->engine->name);
     if (stop >= end) break;
-    if ((stop - share->host_base) % share->block_nbytes)
+    uint64_t block = (stop - share->host_base) / share->stride, within = (stop - share->host_base) % share->stride;
+    if (within && within < share->block_nbytes)
       return kvs_fail(err, KVS_UNSUPPORTED, "a registration ends within a block, at 0x%" PRIx64, stop);
-    share->cut[(stop - share->host_base) / share->block_nbytes - 1] = 1;
-    at = stop;
+    share->cut[within ? block : block - 1] = 1;
+    at = within ? share->host_base + (block + 1) * share->stride : stop;
   }
   return KVS_OK;
 }
 
 static int keep_pools(struct kvs_share *share, struct kvs_error *err) {
   size_t nbytes = share->asked.npools * sizeof *share->host_pools;
+  bool blocks = share->asked.gpu_pools != NULL;
   share->host_pools = malloc(nbytes);
-  share->gpu_pools = malloc(nbytes);
-  if (!share->host_pools || !share->gpu_pools)
+  share->gpu_pools = blocks ? malloc(nbytes) : NULL;
+  if (!share->host_pools || (blocks && !share->gpu_pools))
     return kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", share->asked.npools);
   memcpy(share->host_pools, share->asked.host_pools, nbytes);
-  memcpy(share->gpu_pools, share->asked.gpu_pools, nbytes);
+  if (blocks) memcpy(share->gpu_pools, share->asked.gpu_pools, nbytes);
   share->npools = share->asked.npools;
-  for (size_t i = 0; i < share->npools; i++) kvs_pool_ref(share->host_pools[i]), kvs_pool_ref(share->gpu_pools[i]);
+  for (size_t i = 0; i < share->npools; i++) kvs_pool_ref(share->host_pools[i]);
+  for (size_t i = 0; blocks && i < share->npools; i++) kvs_pool_ref(share->gpu_pools[i]);
   return KVS_OK;
 }
 
 static int open_streams(struct kvs_share *share, struct kvs_error *err) {
   int status = KVS_OK;
-  for (int i = 0; !status && i < 2 * KVS_SHARE_STREAMS; i++)
+  for (int i = 0; !status && share->gpu_pools && i < 2 * KVS_SHARE_STREAMS; i++)
     status = kvs_dev_stream_create(share->engine->device, 0, &share->streams[i / 2][i % 2], err);
   return status;
 }
@@ -149,7 +157,8 @@ static void share_free(struct kvs_share *share) {
     if (share->streams[i / 2][i % 2])
       (void)kvs_dev_stream_destroy(share->engine->device, share->streams[i / 2][i % 2], &ignored);
   kvs_bring_close(share);
-  for (size_t i = 0; i < share->npools; i++) kvs_pool_unref(share->host_pools[i]), kvs_pool_unref(share->gpu_pools[i]);
+  for (size_t i = 0; i < share->npools; i++) kvs_pool_unref(share->host_pools[i]);
+  for (size_t i = 0; share->gpu_pools && i < share->npools; i++) kvs_pool_unref(share->gpu_pools[i]);
   free(share->host_pools);
   free(share->gpu_pools);
   free(share->cut);
@@ -179,7 +188,7 @@ static int share_start(struct kvs_share *share, struct kvs_error *err) {
 int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **made, struct kvs_error *err) {
   int status = check(asked, err);
   if (status) return status;
-  struct kvs_engine *engine = kvs_pool_engine(asked->gpu_pools[0]);
+  struct kvs_engine *engine = kvs_pool_engine(asked->gpu_pools ? asked->gpu_pools[0] : asked->host_pools[0]);
   status = kvs_open_for_work(engine, err);
   if (!status && engine->device->stepped)
     status = kvs_fail(err, KVS_UNSUPPORTED, "%s is deterministic: it runs only inside calls", engine->name);
@@ -194,7 +203,8 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   share->host_base = asked->host;
   share->block_nbytes = asked->block_nbytes;
   share->num_blocks = asked->num_blocks;
-  share->nslots = asked->slots;
+  share->stride = asked->stride ? asked->stride : asked->block_nbytes;
+  share->nslots = asked->gpu_pools ? asked->slots : 0;
   uint64_t blocks = (asked->piece_nbytes + asked->block_nbytes / 2) / asked->block_nbytes;
   share->piece_blocks = (uint32_t)(blocks < 1 ? 1 : blocks > KVS_SHARE_BLOCKS ? KVS_SHARE_BLOCKS : blocks);
   share->slot_nbytes = share->piece_blocks * share->block_nbytes;
@@ -249,6 +259,7 @@ static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int 
   struct kvs_engine *engine = share->engine;
   struct kvs_error ignored;
   uint64_t ptr;
+  if (!share->nslots) return KVS_OK;
   int status = map_slots(share, share->nslots, -1, &ptr, err);
   if (status) return status;
   status = kvs_memory_add(engine, ptr, share->nslots * share->slot_nbytes, KVS_ORIGIN_ALLOCATED, err);
@@ -262,6 +273,7 @@ static int make_slots(struct kvs_share *share, struct kvs_share_link *link, int 
 static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link, struct kvs_error *err) {
   link->requests = calloc(KVS_SHARE_SLOTS, sizeof *link->requests);
   if (!link->requests) return kvs_fail(err, KVS_NOMEM, "no memory for a link");
+  if (!share->nslots) return KVS_OK;
   return kvs_receive_open_pools(share, link->near, (uint64_t)share->nslots * share->piece_blocks, &link->pools, err);
 }
 
@@ -332,7 +344,8 @@ static int link_up(struct kvs_share *share, unsigned rank, const struct kvs_shar
   pthread_mutex_lock(&share->lock);
   int status = check_met_locked(share, rank, err);
   pthread_mutex_unlock(&share->lock);
-  if (!status) status = map_slots(share, given->far_slots, slots_fd, &far, err);
+  bool brings = given->far_slots && !share->asked.takes_only;
+  if (!status && brings) status = map_slots(share, given->far_slots, slots_fd, &far, err);
   if (status) return status;
   pthread_mutex_lock(&share->lock);
   status = check_met_locked(share, rank, err);
@@ -346,7 +359,7 @@ static int link_up(struct kvs_share *share, unsigned rank, const struct kvs_shar
     pthread_cond_broadcast(&share->changed);
   }
   pthread_mutex_unlock(&share->lock);
-  if (status) (void)kvs_range_free(share->engine, far, &ignored);
+  if (status && far) (void)kvs_range_free(share->engine, far, &ignored);
   wake(share);
   return status;
 }
@@ -355,8 +368,8 @@ int kvs_share_link(struct kvs_share *share, unsigned rank, int socket, int proce
                    bool lends, struct kvs_error *err) {
   const struct kvs_share_link given = {.socket = socket, .process = process, .far_slots = far_slots, .lends = lends};
   int status = check_rank(share, rank, err);
-  if (!status && (far_slots < 1 || far_slots > KVS_SHARE_SLOTS))
-    status = kvs_fail(err, KVS_INVALID, "rank %u has %u slots; 1 to %d are known", rank, far_slots, KVS_SHARE_SLOTS);
+  if (!status && far_slots > KVS_SHARE_SLOTS)
+    status = kvs_fail(err, KVS_INVALID, "rank %u has %u slots; 0 to %d are known", rank, far_slots, KVS_SHARE_SLOTS);
   if (!status) {
     pthread_mutex_lock(&share->meeting);
     status = link_up(share, rank, &given, slots_fd, err);
@@ -630,6 +643,8 @@ int kvs_share_submit(struct kvs_share *share, enum kvs_direction direction, cons
   int status = check_rank(share, 0, err);
   if (!status && named) status = check_name(named, err);
   if (status) return status;
+  if (!share->gpu_pools)
+    return kvs_fail(err, KVS_UNSUPPORTED, "the member only lends its link: it has no blocks to load or store");
   if (direction != KVS_D2H && direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d: a job is D2H or H2D", (int)direction);
   if (host->count != gpu->count)

@@ -15,6 +15,12 @@ struct kvs_share_options {
   struct kvs_pool *const *host_pools, *const *gpu_pools;
   size_t npools;
   uint64_t host, block_nbytes, num_blocks;
+  uint64_t stride; /* bytes from a block to the next one; 0: block_nbytes */
+  /* A member may have one role only. gpu_pools NULL: it has no blocks and no receive slots, and only brings pieces.
+   * takes_only: it brings none, and has no memory for that. */
+  bool takes_only;
+  int file; /* behind the host's blocks, of file_nbytes; file_nbytes 0: none. A file that was cut off is not accessed */
+  uint64_t file_nbytes;
   uint64_t piece_nbytes; /* about so much is brought at a time; a piece is whole blocks */
   unsigned slots;        /* receive slots for each other member, 2 to 8 */
   bool padded;           /* bytes of a block that are in no pool are padding: other members may write to them */
@@ -57,6 +63,7 @@ void kvs_share_get_form(const struct kvs_share *, struct kvs_share_form *);
 /* Meeting the member `rank`. First receive slots for it: *fd, which is the caller's, goes to it. Then a link: `socket`,
  * a connected SOCK_SEQPACKET, and `process`, a pidfd or -1, are taken over in any case; `slots_fd` is the other's, of
  * far_slots slots of the own form, and stays the caller's. kvs_share_unmeet: give the slots back before a link is made.
+ * A member without receive slots has form.slots 0 and *fd -1; the other side of its link has far_slots 0.
  * KVS_BUSY: an earlier member of that rank has not ended. */
 int kvs_share_meet(struct kvs_share *, unsigned rank, int *fd, struct kvs_error *);
 int kvs_share_link(struct kvs_share *, unsigned rank, int socket, int process, int slots_fd, unsigned far_slots,

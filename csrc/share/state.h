@@ -1,7 +1,7 @@
 /* The structs behind a member of a group of processes that share their links (share.h). For share/ only.
  *
  * A member has one thread, which makes all messages, polls all events, and queues all pieces; `lock` is held for each
- * round of it and by each call. Two roles, both of every member:
+ * round of it and by each call. Two roles, both of every member, unless it was opened for one of them:
  *
  *   receiver (receive.c): owns the receive slots, in its own memory, so many for each other member. It says which piece
  *     comes into which slot (TAKE), and copies between the slot and its blocks. Only it decides when a slot is used
@@ -36,7 +36,7 @@ enum {
   KVS_SHARE_RANKS = 16,
   KVS_SHARE_SLOTS = 8, /* most receive slots for one member */
   KVS_SHARE_BOUNCES = 4,
-  KVS_SHARE_ON_LINK = 2,  /* pieces of others on the link, in each direction */
+  KVS_SHARE_ON_LINK = 2,  /* pieces of others on the device's link, in each direction, of all its members */
   KVS_SHARE_MOVES = 32,   /* copies between slots and blocks that are under way */
   KVS_SHARE_OWN = 2,      /* transfers of a job over the own link that are under way */
   KVS_SHARE_FAILED = 32,  /* failed blocks that a report names; more: all of its part */
@@ -168,7 +168,7 @@ struct kvs_share {
   struct kvs_pool **host_pools, **gpu_pools;
   size_t npools;
   /* The host's blocks, one run each. */
-  uint64_t host_base, block_nbytes, num_blocks;
+  uint64_t host_base, block_nbytes, num_blocks, stride;
   uint8_t *cut; /* by block: another registration begins behind it */
   bool whole;   /* the pools have each byte of a block that is not padding */
   uint32_t piece_blocks;

@@ -237,15 +237,16 @@ class Meeting:
         told: it may have made one."""
         fd = self._core.meet(rank)
         self._allocated = True
+        given = [] if fd < 0 else [fd]  # a member that only lends has no slots
         try:
-            socket.send_fds(connection, [self._hello], [fd])
+            socket.send_fds(connection, [self._hello], given)
             yield
         except BaseException:
             with contextlib.suppress(OSError):
                 connection.send(_BYE)
             raise
         finally:
-            os.close(fd)
+            _close(given)
             self._core.unmeet(rank)
 
     def _check(self, hello: bytes) -> int:
@@ -260,8 +261,8 @@ class Meeting:
 
     def _link(self, connection: socket.socket, rank: int, hello: bytes, fds: list[int]) -> None:
         _, _, slots, pid, start, lends, *_ = _HELLO.unpack(hello)
-        if len(fds) != 1:
-            raise ValueError(f"{len(fds)} descriptors came with its greeting, not one")
+        if len(fds) != (slots > 0):
+            raise ValueError(f"{len(fds)} descriptors came with its greeting, which has {slots} slots")
         process = _process(connection, pid, start.rstrip(b"\0").decode())
         try:
             connection.setblocking(False)
@@ -271,7 +272,7 @@ class Meeting:
             if process >= 0:
                 os.close(process)
             raise
-        self._core.link(rank, given, process, fds[0], slots, lends)
+        self._core.link(rank, given, process, fds[0] if fds else -1, slots, lends)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -210,11 +210,105 @@ static void test_members(void) {
   CHECK(brought(&stats));
 }
 
+/* -- roles --------------------------------------------------------------------------------------------------------- */
+
+enum { CELL = 1000, OWNED = 300 }; /* the bytes of a row of NBYTES that are the owner's; its blocks */
+
+/* The owner of rows, whose stores may write its cells only, and a lender that has no blocks. */
+static unsigned char *rows, *blocks;
+
+static void open_roles(struct kvs_share *shares[2], struct kvs_pool *cells[2], struct kvs_pool **gpu) {
+  struct kvs_error err = {0};
+  uint64_t ptr;
+  rows = calloc(OWNED, NBYTES);
+  CHECK(!kvs_engine_alloc(members[0].engine, (size_t)OWNED * CELL, false, &ptr, &err), "%s", err.message);
+  blocks = (unsigned char *)(uintptr_t)ptr;
+  for (int i = 0; i < 2; i++)
+    CHECK(!kvs_engine_register(members[i].engine, (uintptr_t)rows, (size_t)OWNED * NBYTES, &err), "%s", err.message);
+  for (int i = 0; i < 2; i++) {
+    struct kvs_pool_layout layout = {
+        .ptr = (uintptr_t)rows + CELL, .num_blocks = OWNED, .block_nbytes = CELL, .stride = NBYTES};
+    CHECK(!kvs_pool_open(members[i].engine, &layout, &cells[i], &err), "%s", err.message);
+    layout.ptr = ptr;
+    layout.stride = CELL;
+    if (i == 0) CHECK(!kvs_pool_open(members[0].engine, &layout, gpu, &err), "%s", err.message);
+    const struct kvs_share_options options = {.host_pools = &cells[i],
+                                              .gpu_pools = i ? NULL : gpu,
+                                              .npools = 1,
+                                              .host = (uintptr_t)rows + CELL,
+                                              .block_nbytes = CELL,
+                                              .stride = NBYTES,
+                                              .takes_only = i == 0,
+                                              .num_blocks = OWNED,
+                                              .piece_nbytes = (uint64_t)4 * CELL,
+                                              .slots = 4,
+                                              .share = 10,
+                                              .stall_ns = (uint64_t)SECONDS,
+                                              .store_ns = (uint64_t)SECONDS};
+    CHECK(!kvs_share_open(&options, &shares[i], &err), "%s", err.message);
+  }
+}
+
+static void link_roles(struct kvs_share *shares[2]) {
+  struct kvs_error err = {0};
+  struct kvs_share_form form;
+  int pair[2], slots, none;
+  CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+  CHECK(!kvs_share_meet(shares[0], 1, &slots, &err) && slots >= 0, "%s", err.message);
+  CHECK(!kvs_share_meet(shares[1], 0, &none, &err) && none == -1, "%s", err.message);
+  kvs_share_get_form(shares[1], &form);
+  CHECK(form.slots == 0);
+  CHECK(!kvs_share_link(shares[0], 1, pair[0], pidfd_of_this(), -1, form.slots, true, &err), "%s", err.message);
+  CHECK(!kvs_share_link(shares[1], 0, pair[1], pidfd_of_this(), slots, 4, false, &err), "%s", err.message);
+  close(slots);
+}
+
+static void test_roles(void) {
+  struct kvs_share *shares[2];
+  struct kvs_pool *cells[2], *gpu;
+  struct kvs_share_stats stats[2];
+  struct kvs_share_job *job;
+  struct kvs_error err = {0};
+  int64_t ids[OWNED];
+  uint64_t random = 5;
+  unsigned char *wanted = malloc((size_t)OWNED * NBYTES);
+  for (int64_t i = 0; i < OWNED; i++) ids[i] = i;
+  const struct kvs_ids all = {ids, 8, OWNED};
+  open_roles(shares, cells, &gpu);
+  link_roles(shares);
+  CHECK(kvs_share_submit(shares[1], KVS_D2H, &all, &all, NULL, NULL, &job, &err) == KVS_UNSUPPORTED, "%s", err.message);
+  kvs_share_get_stats(shares[0], &stats[0]);
+  for (int round = 0; round < 100 && (!stats[0].brought_by_others[0] || !stats[0].brought_by_others[1]); round++) {
+    for (int i = 0; i < OWNED; i++) memset(blocks + i * CELL, (int)check_random(&random), CELL);
+    memcpy(wanted, rows, (size_t)OWNED * NBYTES);
+    for (int i = 0; i < OWNED; i++) memcpy(wanted + CELL + i * NBYTES, blocks + i * CELL, CELL);
+    for (int direction = 0; direction < 2; direction++) {
+      int status = kvs_share_submit(shares[0], (enum kvs_direction)direction, &all, &all, NULL, NULL, &job, &err);
+      CHECK(!status && !kvs_share_job_wait(job, 60 * SECONDS, &err), "%s", err.message);
+      kvs_share_job_unref(job);
+      CHECK(!memcmp(rows, wanted, (size_t)OWNED * NBYTES), "rows after a transfer, direction %d", direction);
+      if (!direction) memset(blocks, 0, (size_t)OWNED * CELL);
+    }
+    for (int i = 0; i < OWNED; i++) CHECK(!memcmp(blocks + i * CELL, wanted + CELL + i * NBYTES, CELL));
+    for (int i = 0; i < 2; i++) kvs_share_get_stats(shares[i], &stats[i]);
+  }
+  CHECK(stats[0].brought_by_others[KVS_D2H] && stats[0].brought_by_others[KVS_H2D]);
+  CHECK(stats[1].brought_for_others[KVS_H2D] >= stats[0].brought_by_others[KVS_H2D]);
+  for (int i = 0; i < 2; i++) {
+    CHECK(!kvs_share_close(shares[i], 60 * SECONDS, &err), "%s", err.message);
+    kvs_share_unref(shares[i]);
+    kvs_pool_unref(cells[i]);
+  }
+  kvs_pool_unref(gpu);
+  free(wanted);
+}
+
 int main(void) {
   host = calloc(BLOCKS, NBYTES);
   open_member(&members[0], "host:0");
   open_member(&members[1], "host:1");
   test_members();
+  test_roles();
   for (int i = 0; i < 2; i++) close_member(&members[i]);
   for (int i = 0; i < 2; i++) kvs_engine_unref(members[i].engine);
   CHECK(!atomic_load(&wrong));
