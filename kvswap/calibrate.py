@@ -15,14 +15,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kvswap import _C
+from kvswap import _C, _together
 from kvswap._rig import DIRECTIONS, PATHS, WAIT_LIMIT, Direction, Rig, Shape, Unavailable
+from kvswap.replay.check import WrongBytes
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
 from kvswap.typing import ForcedPath
@@ -99,7 +100,8 @@ class Point:
 @dataclass
 class Result:
     """The results. seconds: of each measured point. skipped: points for which the time was too short.
-    unavailable: paths that the device lacks, and why."""
+    unavailable: paths that the device lacks, and why. together: of several links at once; together_note: why there is
+    nothing."""
 
     device: str
     product: str
@@ -108,6 +110,8 @@ class Result:
     skipped: int = 0
     unavailable: dict[ForcedPath, str] = field(default_factory=dict)
     bytes_verified: int = 0
+    together: list[_together.Together] = field(default_factory=list)
+    together_note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -115,6 +119,8 @@ class Result:
             "device_name": self.product,
             "costs": self.costs,
             "unavailable": self.unavailable,
+            "together": [asdict(one) for one in self.together],
+            "together_note": self.together_note,
             "transfers_timed": len(self.seconds),
             "interpolated": self.skipped,
             "bytes_verified": self.bytes_verified,
@@ -164,6 +170,32 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
     result.bytes_verified = rig.bytes_verified
     result.costs = {**solve(result.seconds), "tuning": tuning}
     return result
+
+
+def measure_together(
+    result: Result, devices: Sequence[_C.Device], progress: Progress = lambda done, total, what: None
+) -> None:
+    """Add what the links of these devices reach together: two or more, with the one of the result.
+
+    WrongBytes: a byte was wrong. Where it cannot be measured, the note says why."""
+    try:
+        result.together, verified = _together.measure(devices, progress)
+    except WrongBytes:
+        raise
+    except (_C.Error, MemoryError, TimeoutError) as error:
+        result.together_note = f"{', '.join(device.name for device in devices)} were not measured at once: {error}"
+        return
+    result.bytes_verified += verified
+    last = result.together[-1]
+    sums: _C._Tuning = {"host_gbps_d2h": last.d2h, "host_gbps_h2d": last.h2d, "host_gbps_both": last.both}
+    result.costs["tuning"] |= {"host_links": last.links, **sums}
+
+
+def keep_together(result: Result, before: _C._Costs) -> None:
+    """Take over what an earlier calibration has of several links, if this one has measured none."""
+    for name in ("host_links", "host_gbps_d2h", "host_gbps_h2d", "host_gbps_both"):
+        if not result.together and name in before["tuning"]:
+            result.costs["tuning"][name] = before["tuning"][name]
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -430,6 +462,8 @@ def table(costs: _C._Costs) -> str:
     lines.append(
         f"link       D2H {tuning.get('link_gbps_d2h', 0.0):.1f} GB/s, H2D {tuning.get('link_gbps_h2d', 0.0):.1f} GB/s"
     )
+    if "host_links" in tuning:
+        lines.append(f"{tuning['host_links']:.0f} links    {_sums(tuning)}, together")
     if any(name.startswith("kernel_") for name in tuning):
         lines.append("path kernel at each priority (and the GB/s that it reached)")
     for name, kernels in (
@@ -459,6 +493,14 @@ def _rates(direction: str, paths: Mapping[str, _C._PathCost]) -> list[str]:
     return [*lines, line("start us", (f"{start / 1e3:.1f}" for _, start, _ in columns))]
 
 
+def _sums(tuning: _C._Tuning) -> str:
+    both = tuning.get("host_gbps_both", 0.0)
+    return (
+        f"D2H {tuning.get('host_gbps_d2h', 0.0):.1f} GB/s, H2D {tuning.get('host_gbps_h2d', 0.0):.1f} GB/s, "
+        f"both ways {both:.1f}"
+    )
+
+
 def _runs(kernel: _C._KernelTuning) -> str:
     ctas, pace, gbps = kernel
     paced = f"at {pace:.1f} GB/s" if pace else "unpaced"
@@ -469,6 +511,12 @@ def summary(result: Result) -> str:
     """The text of a result."""
     lines = [f"{result.device} ({result.product})", table(result.costs)]
     lines += [f"{path:<8} not available: {why}" for path, why in result.unavailable.items()]
+    lines += [
+        f"{one.links} links at once: D2H {one.d2h:.1f} GB/s (each {one.d2h_least:.1f} or more), "
+        f"H2D {one.h2d:.1f} (each {one.h2d_least:.1f} or more), both ways {one.both:.1f}"
+        for one in result.together
+    ]
+    lines += [result.together_note] if result.together_note else []
     measured = f"{len(result.seconds)} transfers timed"
     if result.skipped:
         measured += f", {result.skipped} interpolated for want of time (--seconds)"

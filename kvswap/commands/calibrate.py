@@ -13,7 +13,10 @@ from .output import Document, document, for_person
 from .parser import EXIT_OK, Commands, Parser, add_device, add_json, duration, open_device
 
 if TYPE_CHECKING:
-    from kvswap import _C
+    from kvswap import _C, calibrate
+    from kvswap.replay.progress import Progress
+
+_TOGETHER_SECONDS = 2.0  # of the command's time, where there are several GPUs
 
 
 def add(commands: Commands[Parser]) -> None:
@@ -45,6 +48,39 @@ def refuse_host_device(device: _C.Device) -> None:
         )
 
 
+def devices_together(device: _C.Device) -> list[str]:
+    """Devices whose links are measured at once: all GPUs that this process sees."""
+    from kvswap import _C
+
+    return [f"cuda:{i}" for i in range(_C._cuda_count()[0])] if device.kind == "cuda" else [device.name]
+
+
+def _measure(device: _C.Device, deadline: float, progress: Progress) -> calibrate.Result:
+    """The costs of the device; then, where there are several, what their links reach together."""
+    from kvswap import _C, calibrate
+
+    names = devices_together(device)
+    several = len(names) > 1
+    result = calibrate.calibrate(device, deadline - _TOGETHER_SECONDS if several else deadline, progress)
+    if several:
+        try:
+            devices = [_C.Device(name) for name in names]
+        except (_C.Error, MemoryError) as error:
+            result.together_note = f"{', '.join(names)} were not measured at once: {error}"
+        else:
+            calibrate.measure_together(result, devices, progress)
+    return result
+
+
+def _earlier(path: str) -> _C._Costs | None:
+    from kvswap import _C
+
+    try:
+        return _C._costs_read(path)
+    except (IndexError, ValueError):  # there is none, or it cannot be used
+        return None
+
+
 def _calibrate(args: argparse.Namespace, deadline: float, out: Document) -> int:
     from kvswap import _C, calibrate
     from kvswap.replay.progress import Progress
@@ -56,9 +92,12 @@ def _calibrate(args: argparse.Namespace, deadline: float, out: Document) -> int:
     calibrate.check_writable(path)
     progress = Progress(sys.stderr)
     try:
-        result = calibrate.calibrate(device, deadline, progress)
+        result = _measure(device, deadline, progress)
     finally:
         progress.clear()
+    before = _earlier(path)
+    if before is not None:
+        calibrate.keep_together(result, before)
     show = for_person(args)
     show.text(calibrate.summary(result))
     try:

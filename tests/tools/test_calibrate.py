@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT, bindings, run_python
 
 import kvswap
-from kvswap import _C, _rig, calibrate, cli, testing
+from kvswap import _C, _rig, _together, calibrate, cli, testing
 from kvswap.calibrate import DIRECTIONS, PATHS, SIZES, Point, Shape
 from kvswap.commands import calibrate as command
 
@@ -210,6 +210,55 @@ def test_wrong_usage(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyP
     assert cli.main(["calibrate", "--device", "host:0"]) == 2
     assert "set HOME, XDG_CACHE_HOME or KVSWAP_CALIBRATION" in capsys.readouterr().err
     assert cli.main(["calibrate", "--seconds", "0"]) == 2
+
+
+# -- several links at once --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that are measured together; the costs of one are not measured, and the sums are unknown."""
+    names = ["host:0", "host:1"]
+    monkeypatch.setattr(command, "devices_together", lambda device: names)
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: calibrate.Result("host:0", "a device", _C._costs_read(None)))
+    return names
+
+
+def test_the_links_of_several_devices(several: list[str], capsys: Output) -> None:
+    assert cli.main(["calibrate", "--device", "host:0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    tuning, (together,) = _C._costs_read(stored("host:0"))["tuning"], found["together"]
+    assert tuning["host_links"] == together["links"] == 2 and found["together_note"] is None
+    assert (tuning["host_gbps_d2h"], tuning["host_gbps_h2d"]) == (together["d2h"], together["h2d"])
+    assert tuning["host_gbps_both"] == together["both"] > 0
+    assert 0 < 2 * together["d2h_least"] <= together["d2h"] and 0 < 2 * together["h2d_least"] <= together["h2d"]
+    assert found["bytes_verified"] == 2 * 2 * _together.PLACES * _together.PLACE["host"]
+    assert "2 links at once: D2H " in err and "2 links    D2H " in err
+
+
+@pytest.mark.parametrize("names", [["host:0"], ["host:0", "host:1"]])
+def test_sums_that_are_not_measured_stay(several: list[str], capsys: Output, names: list[str]) -> None:
+    """Where one device is seen alone, or another one cannot be used."""
+    costs = _C._costs_read(None)
+    costs["tuning"] |= {"host_links": 4, "host_gbps_d2h": 156.0, "host_gbps_both": 201.0}
+    _C._costs_write(stored("host:0"), costs, "a machine")
+    several[:] = names
+    with testing.fault(kvswap.Device(names[-1]), "call", "fail", operation="alloc"):
+        assert cli.main(["calibrate", "--device", "host:0"]) == 0
+    assert ("were not measured at once: " in capsys.readouterr().out) == (len(names) > 1)
+    assert _C._costs_read(stored("host:0")) == costs
+
+
+def test_wrong_bytes_of_one_of_several(several: list[str], capsys: Output) -> None:
+    with testing.fault(kvswap.Device("host:1"), "copy", "skip", every=1):
+        assert cli.main(["calibrate", "--device", "host:0"]) == 1
+    assert "WRONG BYTES: d2h of host:1 with others at once" in capsys.readouterr().err
+    assert not stored("host:0").exists()
+
+
+def test_how_many_links_are_measured_at_once() -> None:
+    assert [_together.numbers(count) for count in (2, 3, 4, 5, 8)] == [[2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
