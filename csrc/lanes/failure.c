@@ -164,7 +164,8 @@ void kvs_settle(const struct kvs_settlement *s, const struct kvs_transfer *trans
   static struct kvs_failure unknown = {
       .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   clear_failures(s);
-  if (transfer->dependencies && transfer->outcome) leave_open(s, transfer->outcome);
+  if (transfer->dependencies && kvs_failure_verdict(transfer->outcome) == KVS_SLOT_OPEN)
+    leave_open(s, transfer->outcome); /* if it is settled late, the transfer has ended */
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;
