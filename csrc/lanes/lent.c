@@ -32,8 +32,20 @@ bool kvs_lent_is_over(struct kvs_lent_way *way) {
     over = atomic_load(&way->lane->ended) >= way->sequence || atomic_load(&end->device->lost) ||
            kvs_dev_event_query(end->device, end->done[way->last], &ignored) == KVS_OK;
   if (over) atomic_store(&way->unsettled, false);
-  if (over) way->queued = 0;
+  if (over) way->nqueued = 0;
   return over;
+}
+
+unsigned kvs_lent_queued(struct kvs_lent_way *way) {
+  uint64_t ended = way->lane ? atomic_load(&way->lane->ended) : 0;
+  unsigned kept = 0, pieces = 0;
+  for (unsigned i = 0; i < way->nqueued; i++) {
+    if (way->queued[i].sequence <= ended) continue;
+    way->queued[kept++] = way->queued[i];
+    pieces += way->queued[i].pieces;
+  }
+  way->nqueued = kept;
+  return pieces;
 }
 
 int kvs_lent_settled(struct kvs_engine *engine, enum kvs_direction direction, struct kvs_error *err) {

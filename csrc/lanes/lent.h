@@ -13,7 +13,7 @@
 #include "device/device.h"
 #include "kvswap.h"
 
-enum { KVS_LENDERS = 8, KVS_LENT_SLOTS = 4, KVS_LENT_STAGES = 3 };
+enum { KVS_LENDERS = 8, KVS_LENT_SLOTS = 4, KVS_LENT_STAGES = 3, KVS_LENT_TRANSFERS = 4 };
 
 struct kvs_lent_stage {
   struct kvs_device *device;
@@ -31,7 +31,12 @@ struct kvs_lent_way {
   struct kvs_lent_stage stages[KVS_LENT_STAGES];
   kvs_event begun[2]; /* of the borrower: where its first stream was when a view began, its lane stream a transfer */
   unsigned next, last;
-  unsigned queued; /* pieces since nothing was queued */
+  /* Pieces of the transfers of `lane` that have not ended, the oldest first; one more transfer counts with the last. */
+  struct {
+    uint64_t sequence;
+    unsigned pieces;
+  } queued[KVS_LENT_TRANSFERS];
+  unsigned nqueued; /* transfers */
   uint64_t room;   /* bytes that a slot takes of the transfer that holds it */
   uint64_t given;  /* bytes of that transfer */
   double taken;    /* share of that transfer: lending.share, or less where the host is the limit */
@@ -54,6 +59,8 @@ void kvs_lent_init(struct kvs_engine *);
 void kvs_lent_destroy(struct kvs_engine *);
 /* Whether no queued work uses a way's slots. Under its lock. */
 bool kvs_lent_is_over(struct kvs_lent_way *);
+/* The pieces of a way whose transfers have not ended. Under its lock. */
+unsigned kvs_lent_queued(struct kvs_lent_way *);
 /* After a refused call, whose work may still run on the streams of the direction's ways: KVS_OK if all of them are
  * idle, KVS_NOT_READY if one is not, or cannot be queried now. */
 int kvs_lent_settled(struct kvs_engine *, enum kvs_direction, struct kvs_error *);

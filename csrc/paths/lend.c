@@ -200,7 +200,7 @@ struct kvs_lent_way *kvs_lent_next(const struct kvs_submission *s) {
   double least = (double)s->given;
   for (unsigned i = 0; i < s->nlent; i++) {
     double given = (double)s->lent[i]->given / s->lent[i]->taken;
-    if (given < least && s->lent[i]->queued < MOST_QUEUED) next = s->lent[i], least = given;
+    if (given < least && kvs_lent_queued(s->lent[i]) < MOST_QUEUED) next = s->lent[i], least = given;
   }
   return next;
 }
@@ -213,7 +213,7 @@ void kvs_lent_give(struct kvs_submission *s, struct kvs_lent_way *way, uint64_t 
 double kvs_lent_shares(const struct kvs_submission *s) {
   double shares = 0;
   for (unsigned i = 0; i < s->nlent; i++)
-    if (s->lent[i]->queued < MOST_QUEUED) shares += s->lent[i]->taken;
+    if (kvs_lent_queued(s->lent[i]) < MOST_QUEUED) shares += s->lent[i]->taken;
   return shares;
 }
 
@@ -242,6 +242,16 @@ int kvs_lent_begin(struct kvs_submission *s, struct kvs_error *why) {
   return status;
 }
 
+/* Its pieces are counted from here on. */
+static void note(struct kvs_lent_way *way) {
+  unsigned last = way->nqueued ? way->nqueued - 1 : 0;
+  if (!way->nqueued || (way->queued[last].sequence != way->sequence && way->nqueued < KVS_LENT_TRANSFERS)) {
+    last = way->nqueued++;
+    way->queued[last].pieces = 0;
+  }
+  way->queued[last].sequence = way->sequence;
+}
+
 /* Only a link that a piece goes over waits for what this transfer waits for. */
 static int start(struct kvs_submission *s, struct kvs_lent_way *way, struct kvs_error *why) {
   const struct kvs_lent_stage *first = &way->stages[0], *last = &way->stages[KVS_LENT_STAGES - 1];
@@ -250,6 +260,7 @@ static int start(struct kvs_submission *s, struct kvs_lent_way *way, struct kvs_
   way->used = true;
   way->lane = s->lane;
   way->sequence = s->transfer->sequence;
+  note(way);
   s->transfer->lent = true;
   kvs_peer_depend(s->transfer, way->lender);
   int status = wait_for(first, s->device, way->begun[0], why);
@@ -318,7 +329,7 @@ int kvs_lent_hop(struct kvs_submission *s, struct kvs_lent_way *way, uint64_t nb
 }
 
 void kvs_lent_next_piece(struct kvs_lent_way *way) {
-  way->queued++;
+  way->queued[way->nqueued - 1].pieces++;
   way->last = way->next;
   way->next = (way->next + 1) % way->lending.count;
 }

@@ -130,7 +130,7 @@ static void move_locked(struct kvs_lent_way *to, struct kvs_lent_way *from) {
   to->far = from->far;
   memcpy(to->stages, from->stages, sizeof to->stages);
   memcpy(to->begun, from->begun, sizeof to->begun);
-  to->next = to->last = to->queued = 0;
+  to->next = to->last = to->nqueued = 0;
   to->lane = NULL;
   memset(from->stages, 0, sizeof from->stages);
   memset(from->begun, 0, sizeof from->begun);

@@ -131,6 +131,30 @@ def test_transfers_that_follow_each_other(device: kvswap.Device, lent: kvswap.De
         finish(sides, transfers, works)
 
 
+def test_pieces_count_until_their_transfer_has_ended(
+    device: kvswap.Device, lent: kvswap.Device, direction: int
+) -> None:
+    """160 pieces are queued on a link at most. It lends again when one transfer has ended, though another has not."""
+    lent.lend(device, TINY, 2, share=10, timeout=PATIENCE)
+    works = halves(direction, 16 * KIB, 400, number=3, room=(room := 64 * MIB))
+    sides = Sides(device, room)
+    sides.prepare(room)
+    with Gate(device) as gate, Gate(device) as later:
+        for each, held in ((gate, first := kvswap.Stream(device)), (later, second := kvswap.Stream(device))):
+            each.hold(held)
+        before = lent_bytes(lent)
+        transfers = [sides.swap(works[0], path="borrow", after=[first])]
+        transfers.append(sides.swap(works[1], path="borrow", after=[second]))
+        assert moved_by(lent, before, direction) == pytest.approx(160 * TINY, rel=0.05)
+        gate.open()
+        transfers[0].wait(PATIENCE)
+        before = lent_bytes(lent)
+        transfers.append(sides.swap(works[2], path="borrow"))
+        assert moved_by(lent, before, direction) > 40 * TINY
+        later.open()
+        finish(sides, transfers, works)
+
+
 @pytest.mark.parametrize("how", ["stream", "after", "layers"])
 def test_nothing_moves_before_its_start(device: kvswap.Device, lent: kvswap.Device, direction: int, how: str) -> None:
     """A transfer's start dependency delays its pieces on the lent link, too, and delays no other transfer."""
