@@ -27,7 +27,7 @@ from kvswap.bench import beside, loads
 from kvswap.codecs import Coding
 
 SHAPES = {"64x32k": (64, 32 << 10), "80x8k": (80, 8 << 10)}
-SLOTS = [(2 << 20, 2), (4 << 20, 2), (4 << 20, 3), (8 << 20, 2)]
+SLOTS = [(8 << 20, 2), (4 << 20, 2), (8 << 20, 3)]  # the default first
 CODECS = ("exact", "mxfp8")
 LIMIT = 120.0
 WINDOW = 0.2  # seconds
@@ -133,7 +133,7 @@ def measure(devices: list[kvswap.Device], name: str, options: argparse.Namespace
     bare, wrong = Bare(devices[0], options.nbytes), 0
     for codec in (None, *options.codec):
         cache = Cache(devices[0], SHAPES[name], options.nbytes, codec)
-        for slot_nbytes, count in options.slots if codec is None else options.slots[1:2]:
+        for slot_nbytes, count in options.slots if codec is None else options.slots[:1]:
             lend(devices, count, slot_nbytes)
             wrong += cache.check(path="borrow")
             times: dict[tuple[str, str], list[float]] = {}
@@ -170,7 +170,7 @@ def both_at_once(devices: list[kvswap.Device], name: str, options: argparse.Name
         for _ in range(options.repeats):
             for lending in (False, True):
                 for lender, borrower in (devices[:2], devices[1::-1]):
-                    lender.lend(borrower, 4 << 20 if lending else 0, timeout=LIMIT)
+                    lender.lend(borrower, 8 << 20 if lending else 0, timeout=LIMIT)
                 path: Any = "borrow" if lending else "burst"
                 calls = [partial(cache.store if way == "store" else cache.load, path=path) for cache in caches]
                 times[lending].append(seconds(*calls))
@@ -215,7 +215,7 @@ def beside_the_lender(devices: list[kvswap.Device], name: str, options: argparse
     lender = devices[1]
     load, bare = loads.load_for(lender, "step"), Bare(lender, options.nbytes)
     cache = Cache(devices[0], SHAPES[name], options.nbytes)
-    lend(devices[:2], 2, 4 << 20)
+    lend(devices[:2], 2, 8 << 20)
     ways: dict[str, Callable[[], kvswap.Transfer]] = {
         "own copy D2H": bare.store,
         "own copy H2D": bare.load,

@@ -20,7 +20,7 @@ struct kvs_engine;
  * device. Lending makes streams, which some drivers do only when all that is queued has run. KVS_UNSUPPORTED: no peer
  * access, or a deterministic device. After KVS_TIMEOUT, wrong values or a lost lender nothing has changed; else nothing
  * is lent any more. What is lent is work of the lender, too: waits for its whole device wait for it. No member has a
- * default: Device.lend() of Python has {4 << 20, 2, 1.0}. Ends with slot_nbytes 0 or the process. */
+ * default: Device.lend() of Python has {8 << 20, 2, 1.0}. Ends with slot_nbytes 0 or the process. */
 struct kvs_lending {
   uint64_t slot_nbytes;
   unsigned count;

@@ -79,7 +79,7 @@ class Device:
     def lend(
         self,
         to: DeviceLike,
-        slot_nbytes: int = 4194304,
+        slot_nbytes: int = 8388608,
         count: int = 2,
         *,
         share: float = 1.0,

@@ -205,7 +205,7 @@ static PyObject *device_lend(PyObject *self, PyObject *const *args, Py_ssize_t n
   static const struct kvs_py_args spec = {"lend", names, 1, 3, 5};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
-  struct kvs_lending lending = {.slot_nbytes = 4 << 20, .count = 2, .share = 1};
+  struct kvs_lending lending = {.slot_nbytes = 8 << 20, .count = 2, .share = 1};
   struct kvs_error err = {0};
   uint64_t count = lending.count;
   PyObject *values[5];
@@ -261,7 +261,7 @@ PyDoc_STRVAR(
     "DeviceError: there is not so much memory; path 'burst' is off then. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(
     lend_doc,
-    "lend($self, /, to, slot_nbytes=4194304, count=2, *, share=1.0, timeout=10.0)\n--\n\n"
+    "lend($self, /, to, slot_nbytes=8388608, count=2, *, share=1.0, timeout=10.0)\n--\n\n"
     "Lend this device's link to the host to transfers of device `to`, which path 'borrow' then uses beside its own.\n\n"
     "Both are devices of this process, of one kind, and reach each other's memory. A transfer borrows while this "
     "device\n"
