@@ -37,10 +37,10 @@ struct kvs_lent_way {
     unsigned pieces;
   } queued[KVS_LENT_TRANSFERS];
   unsigned nqueued; /* transfers */
-  uint64_t room;   /* bytes that a slot takes of the transfer that holds it */
-  uint64_t given;  /* bytes of that transfer */
-  double taken;    /* share of that transfer: lending.share, or less where the host is the limit */
-  bool used;       /* by the view that is being queued */
+  uint64_t room;    /* bytes that a slot takes of the transfer that holds it */
+  uint64_t given;   /* bytes of that transfer */
+  double taken;     /* share of that transfer: lending.share, or less where the host is the limit */
+  bool used;        /* by the view that is being queued */
   /* The transfer that used it last. */
   struct kvs_lane *lane; /* NULL: none did */
   uint64_t sequence;
