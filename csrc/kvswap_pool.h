@@ -23,8 +23,8 @@ struct kvs_pool_layout {
   struct kvs_pool *group;
   const char *name; /* for messages, at most 31 bytes; NULL: "pool N" */
   /* The pool holds coded blocks: block_nbytes is their coded size (0: that), and ptr, stride and pitch are multiples of
-   * 16. A row is whole coded pages. A transfer between it and a pool that is not coded, one of which is in memory of
-   * the device, codes. The pool holds a reference. NULL: not coded. */
+   * 16. A row is whole coded pages. A transfer between it and a pool that is not coded codes: one of them is in
+   * memory of the device, and only the coded one may be in host memory. The pool holds a reference. NULL: not coded. */
   const struct kvs_coding *coding;
   uint64_t reserved[7];
 };

@@ -214,16 +214,23 @@ static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, co
              : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
 }
 
-/* Kernels code between memory of the device and the host's. */
-static int check_coded_side(const struct kvs_move *move, size_t i, enum kvs_direction direction,
-                            struct kvs_error *err) {
-  const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
-  if (!coding_between(src, dst) || (direction == KVS_D2H && dst->layout.coding) ||
+static bool is_device_memory(const struct kvs_regions *regions, const struct kvs_pool *pool) {
+  return kvs_regions_find(regions, pool->layout.ptr)->memory == KVS_MEMORY_DEVICE;
+}
+
+/* Kernels code between memory of the device and the host's, or within that of the device. */
+static int check_coded_side(const struct move_call *call, const struct kvs_regions *regions, size_t i,
+                            enum kvs_direction direction, struct kvs_error *err) {
+  const struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
+  bool within = !call->other && !call->ids && direction == KVS_OTHER_DIRECTION && is_device_memory(regions, src) &&
+                is_device_memory(regions, dst);
+  if (!coding_between(src, dst) || within || (direction == KVS_D2H && dst->layout.coding) ||
       (direction == KVS_H2D && src->layout.coding))
     return KVS_OK;
   return kvs_fail(err, KVS_UNSUPPORTED,
                   "src[%zu] -> dst[%zu] goes %s, and pool '%s' is coded: blocks are coded on the way from memory of "
-                  "the device to a coded pool in host memory, and decoded on the way back",
+                  "the device to a coded pool in host memory, and decoded on the way back, or within one device's "
+                  "memory, with ids in host memory",
                   i, i, kvs_direction_text(direction), src->layout.coding ? src->name : dst->name);
 }
 
@@ -240,7 +247,7 @@ static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
                       i, kvs_direction_text(this), kvs_direction_text(*direction));
-    status = check_coded_side(move, i, this, err);
+    status = check_coded_side(call, &scratch->regions, i, this, err);
     if (status) return status;
   }
   return KVS_OK;
@@ -724,10 +731,10 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->positions = call->positions;
   if (call->codings) work->codings = call->room->codings;
   if (call->codings) work->coded_pool = coded_pool(call->move)->name;
+  if (call->codings) work->decode = call->move->src[0]->layout.coding != NULL;
   work->valid_nbytes = call->move->valid_nbytes ? call->move->valid_nbytes : UINT64_MAX;
-  if (call->move->valid_nbytes && (!call->codings || work->direction != KVS_D2H))
-    return kvs_fail(err, KVS_INVALID,
-                    "valid_nbytes is %" PRIu64 ", which is for blocks that are coded on the way to the host",
+  if (call->move->valid_nbytes && (!call->codings || work->decode))
+    return kvs_fail(err, KVS_INVALID, "valid_nbytes is %" PRIu64 ", which is for blocks that are encoded",
                     call->move->valid_nbytes);
   status = kvs_check_layer_options(options, work->nlayers, err);
   return status ? status : find_shape(call, work, options, err);

@@ -100,7 +100,7 @@ KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t
 }
 
 /* Coded pages. A grid whose `parts` are the units of a page: part u of a row is unit u of its page, `piece` is not
- * used. The host side is coded: the source when decoding (by_src), else the destination. Coded pages are 16-byte
+ * used. The source is coded when decoding (by_src), else the destination. Coded pages are 16-byte
  * aligned. A pair without a source is coded as zeros. */
 struct kvs_code_params {
   struct kvs_units units;

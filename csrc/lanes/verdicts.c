@@ -12,7 +12,7 @@ int kvs_verdicts_new(struct kvs_transfer *transfer, const struct kvs_work *work,
   size_t count = work->nslots, size = sizeof(struct kvs_pair) + sizeof(struct kvs_named_block);
   struct kvs_verdicts *verdicts = malloc(sizeof *verdicts + count * size);
   if (!verdicts) return kvs_fail(err, KVS_NOMEM, "no memory for the verdicts of %zu blocks", count);
-  *verdicts = (struct kvs_verdicts){.decode = work->direction == KVS_H2D, .count = count};
+  *verdicts = (struct kvs_verdicts){.decode = work->decode, .count = count};
   snprintf(verdicts->pool, sizeof verdicts->pool, "%s", work->coded_pool);
   for (size_t i = 0; i < count; i++)
     verdicts->blocks[i] = (struct kvs_named_block){.dst = (uint32_t)work->dst_slots[i],

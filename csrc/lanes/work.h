@@ -139,6 +139,7 @@ struct kvs_work {
   /* Transfers between pools only; their caller holds hazard_lock. */
   struct kvs_row_coding *codings; /* all rows are coded, each by one of them; NULL: none is */
   size_t ncodings;
+  bool decode;               /* the sources are coded, not the destinations */
   uint64_t valid_nbytes;     /* of each page that is coded */
   const char *coded_pool;    /* the first one, for messages */
   const uint32_t *positions; /* of slots in the caller's lists; NULL: their own */

@@ -63,6 +63,13 @@ static unsigned most_ctas(const struct kvs_submission *s) {
   return between_devices(s) ? PEER_CTAS : tuning_of(s).ctas;
 }
 
+/* Within device memory coding takes the whole GPU, as in a burst. */
+static unsigned coding_ctas(const struct kvs_submission *s) {
+  unsigned sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
+  bool within = s->work->direction == KVS_OTHER_DIRECTION && !s->options->max_ctas;
+  return within ? 4 * sms : most_ctas(s);
+}
+
 static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b); }
 
 /* A stage that holds a row at any position in a line. Shared memory that a CTA does not take is the model's. */
@@ -214,7 +221,7 @@ static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   struct kvs_units units = s->units;
   units.rows += s->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)nrows;
-  if (s->work->codings) return kvs_launch_code(s, &units, s->first_row, 0, most_ctas(s), s->lane->stream, why);
+  if (s->work->codings) return kvs_launch_code(s, &units, s->first_row, 0, coding_ctas(s), s->lane->stream, why);
   return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->stream, why);
 }
 

@@ -83,7 +83,7 @@ static size_t ids_room(const struct kvs_submission *s, size_t npairs) {
 
 /* Whether what is coded is verified. */
 static bool verifies(const struct kvs_submission *s) {
-  return s->engine->verifies && s->work->codings && s->work->direction == KVS_D2H;
+  return s->engine->verifies && s->work->codings && !s->work->decode;
 }
 
 int kvs_prepare_grid(struct kvs_submission *s) {
@@ -256,7 +256,7 @@ static int launch_a_coding(struct kvs_submission *s, const struct kvs_units *uni
                                    .table = coding->units,
                                    .verdicts = (uint64_t)(uintptr_t)(s->transfer->verdicts->words + first_pair),
                                    .valid_nbytes = s->work->valid_nbytes,
-                                   .by_src = s->work->direction == KVS_H2D};
+                                   .by_src = s->work->decode};
   params.units.parts = (uint32_t)coding->coding->nunits;
   params.count = (uint64_t)units->nrows * params.units.parts * npairs;
   unsigned threads = kvs_code_threads(coding->coding->largest_unit), beside = KVS_CODE_THREADS / threads;

@@ -309,9 +309,10 @@ PyDoc_STRVAR(
     "  or K and V in separate halves.\n"
     "group: another Pool of as many blocks: slot i of both is one block, ordered as one. name: for messages, 1 to 31\n"
     "  bytes; None: 'pool N'.\n"
-    "coding: kvswap.codecs.Coding: the pool, in host memory, holds coded blocks, and block_nbytes is\n"
-    "  coding.coded_nbytes; ptr, stride and pitch are multiples of 16. A transfer from memory of the device codes on\n"
-    "  the way, one back decodes; its parts are named in bytes that are not coded, whole pages each.\n\n"
+    "coding: kvswap.codecs.Coding: the pool holds coded blocks, and block_nbytes is\n"
+    "  coding.coded_nbytes; ptr, stride and pitch are multiples of 16. A transfer from memory of the device to it "
+    "codes\n"
+    "  on the way, one back decodes; its parts are named in bytes that are not coded, whole pages each.\n\n"
     "Pools of one device must not share bytes. ValueError: a layout that does not fit, or unknown memory.\n"
     "Any thread may use it.");
 

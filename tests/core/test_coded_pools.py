@@ -331,6 +331,34 @@ def test_a_load_that_is_queued_before_the_verdict(device: kvswap.Device) -> None
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_within_the_device(device: kvswap.Device, path: str) -> None:
+    """A coded pool in memory of the device, as processes that share links have: coded and decoded by the kernel."""
+    tiers = Tiers(device, coding_of("exact"))
+    coding = tiers.coding
+    room = Buffer(device, HOST_BLOCKS * coding.coded_nbytes, "gpu")
+    room.randomise(1)
+    within = kvswap.Pool(device, room.ptr, HOST_BLOCKS, coding.coded_nbytes, coding=coding)
+    spoil(tiers, 17, 1)
+    gpu, slots = ids(GPU_BLOCKS, GPU_BLOCKS, 4), ids(GPU_BLOCKS, HOST_BLOCKS, 5)
+    bad = int(np.flatnonzero(gpu == 17)[0])
+    transfer = kvswap.move_blocks(tiers.gpu_pools, within, gpu, slots, path=path)
+    with pytest.raises(kvswap.Error, match=f"position {bad} does not fit"):
+        transfer.wait(PATIENCE)
+    assert transfer.failed_positions.tolist() == [bad] and transfer.path == "kernel"
+    coded = room.get().reshape(-1, coding.coded_nbytes)
+    np.testing.assert_array_equal(coded[slots], coding.encode(tiers.blocks()[gpu])[0])
+    before, to = tiers.blocks(), ids(gpu.size, GPU_BLOCKS, 6)
+    back = kvswap.move_blocks(within, tiers.gpu_pools, slots, to, path=path)
+    with pytest.raises(kvswap.Error):
+        back.wait(PATIENCE)
+    assert back.failed_positions.tolist() == [bad]
+    before[to] = coding.decode(coded[slots])[0]
+    np.testing.assert_array_equal(tiers.blocks(), before)
+    with pytest.raises(kvswap.Error, match="with ids in host memory"):
+        kvswap.move_blocks(within, tiers.gpu_pools, slots[:2], DeviceIds(device, to[:2]))
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_damaged_blocks(device: kvswap.Device, path: str) -> None:
     """Bytes that the codec has not written: the position fails, and its page is zeros."""
     tiers = Tiers(device, coding_of("exact"))
@@ -607,9 +635,7 @@ def test_blocks_with_fewer_tokens(device: kvswap.Device, codec: str, path: Any, 
 def test_valid_bytes_of_blocks_that_are_not_coded(device: kvswap.Device) -> None:
     tiers = Tiers(device, coding_of("exact"))
     tiers.store([1], [1]).wait(PATIENCE)
-    with pytest.raises(
-        ValueError, match="valid_nbytes is 64, which is for blocks that are coded on the way to the host"
-    ):
+    with pytest.raises(ValueError, match="valid_nbytes is 64, which is for blocks that are encoded"):
         tiers.load([1], [1], valid_nbytes=64)
     with pytest.raises(ValueError, match="valid_nbytes is 0: must be at least 1, or None"):
         tiers.store([1], [1], valid_nbytes=0)
