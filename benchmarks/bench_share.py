@@ -55,7 +55,7 @@ class Worker:
         for i in range(layers):
             more: Any = {"group": self.pools[0]} if i else {}
             self.pools.append(kvswap.Pool(self.device, self.gpu.ptr + i * self.slots * page, self.slots, page, **more))
-        self.host = share._pools_of(self.memory, layers)
+        self.host = share._pools_of(self.memory, [None] * layers)
         rng = np.random.default_rng(self.rank)
         self.ids, self.all = rng.permutation(self.slots)[:blocks], np.arange(blocks)
         ptrs = self.gpu.ptr + np.add.outer(np.arange(layers) * self.slots, self.ids).ravel() * page

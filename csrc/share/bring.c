@@ -10,6 +10,7 @@
 #include "memory/memory.h"
 #include "paths/lend.h"
 #include "racecheck/racecheck.h"
+#include "share/pools.h"
 #include "share/receive.h"
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
@@ -30,8 +31,8 @@ int kvs_bring_open(struct kvs_share *share, struct kvs_error *err) {
   for (unsigned i = 0; !status && i < KVS_SHARE_BOUNCES; i++)
     status = bounce_open(share, &share->bounces[i], share->bounce_memory + i * share->slot_nbytes, err);
   if (status) return status;
-  return kvs_receive_open_pools(share, share->bounce_memory, KVS_SHARE_BOUNCES * (uint64_t)share->piece_blocks,
-                                &share->bounce_pools, err);
+  return kvs_share_pools_open(share, share->bounce_memory, KVS_SHARE_BOUNCES * (uint64_t)share->piece_blocks,
+                              &share->bounce_pools, err);
 }
 
 void kvs_bring_close(struct kvs_share *share) {
@@ -43,7 +44,7 @@ void kvs_bring_close(struct kvs_share *share) {
     if (bounce->end) (void)kvs_dev_event_destroy(device, bounce->end, &ignored);
     if (bounce->stream) (void)kvs_dev_stream_destroy(device, bounce->stream, &ignored);
   }
-  kvs_receive_close_pools(share, share->bounce_pools);
+  kvs_share_pools_close(share, share->bounce_pools);
   if (share->bounce_memory) kvs_engine_free_later(share->engine, share->bounce_memory);
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/wait.h"
 #include "plan/plan.h"
+#include "share/pools.h"
 
 enum {
   PAUSE_MS = 200,         /* a late member is asked nothing for so long */
@@ -283,7 +284,9 @@ static void fail_own(struct kvs_share *share, struct kvs_share_job *job, size_t 
 static void note_failures(struct kvs_share *share, struct kvs_share_job *job, const struct kvs_share_own *own) {
   size_t count = kvs_transfer_failed(own->transfer, NULL, 0);
   uint32_t *positions = malloc((count ? count : 1) * sizeof *positions);
-  if (!job->error.status) (void)kvs_transfer_error(own->transfer, &job->error);
+  struct kvs_error why;
+  (void)kvs_transfer_error(own->transfer, &why);
+  kvs_share_explain(share, job, &why);
   if (positions) (void)kvs_transfer_failed(own->transfer, positions, count);
   for (size_t piece = 0, at = 0, next = 0; piece < own->count; piece++)
     for (size_t block = 0; block < blocks_of(share, job, own->pieces[piece]); block++, at++) {
@@ -294,6 +297,10 @@ static void note_failures(struct kvs_share *share, struct kvs_share_job *job, co
   free(positions);
 }
 
+static bool is_good(const struct kvs_share *share, const struct kvs_share_job *job, size_t piece) {
+  return !memchr(job->failed + piece * share->piece_blocks, 1, blocks_of(share, job, piece));
+}
+
 /* True: a transfer has ended. The job may be gone then. */
 static bool own_end(struct kvs_share *share, struct kvs_share_job *job) {
   for (int i = 0; i < KVS_SHARE_OWN; i++) {
@@ -302,7 +309,8 @@ static bool own_end(struct kvs_share *share, struct kvs_share_job *job) {
     if (!own->transfer || !kvs_transfer_done(own->transfer)) continue;
     kvs_transfer_get_info(own->transfer, &info);
     if (info.state != KVS_STATE_DONE) note_failures(share, job, own);
-    for (size_t piece = 0; piece < own->count; piece++) job->here[own->pieces[piece]] = info.state == KVS_STATE_DONE;
+    for (size_t piece = 0; piece < own->count; piece++)
+      job->here[own->pieces[piece]] = is_good(share, job, own->pieces[piece]);
     kvs_transfer_unref(own->transfer);
     own->transfer = NULL;
     end_pieces(share, job, own->count);
@@ -396,6 +404,18 @@ static bool move_slots(struct kvs_share *share, struct kvs_share_link *link, str
   return true;
 }
 
+static void forget_slot(const struct kvs_share *share, const struct kvs_share_link *link, unsigned i) {
+  for (uint32_t block = 0; block < share->piece_blocks; block++)
+    forget_failure(share, link->pools, (int64_t)i * share->piece_blocks + block, share->streams[0][0]);
+}
+
+static void end_brought(struct kvs_share *share, struct kvs_share_job *job, size_t piece) {
+  size_t blocks = blocks_of(share, job, piece);
+  job->given += blocks * share->kv_nbytes;
+  share->stats.brought_by_others[job->direction] += blocks * share->block_nbytes;
+  end_pieces(share, job, 1);
+}
+
 static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsigned i, bool ok) {
   struct kvs_share_slot *slot = &move->link->slots[i];
   struct kvs_share_job *job = move->job;
@@ -406,17 +426,43 @@ static void end_slot(struct kvs_share *share, struct kvs_share_move *move, unsig
   bool arrived = ok && slot->state == KVS_SLOT_EMPTYING;
   slot->state = KVS_SLOT_FREE;
   if (!arrived) {
-    for (uint32_t block = 0; !ok && block < share->piece_blocks; block++)
-      forget_failure(share, move->link->pools, (int64_t)i * share->piece_blocks + block, share->streams[0][0]);
+    if (!ok) forget_slot(share, move->link, i);
     give_up(slot);
     return;
   }
   slot->job = NULL;
   job->here[slot->piece] = 1;
-  uint64_t nbytes = blocks_of(share, job, slot->piece) * share->block_nbytes;
-  job->given += nbytes;
-  share->stats.brought_by_others[KVS_H2D] += nbytes;
-  end_pieces(share, job, 1);
+  end_brought(share, job, slot->piece);
+}
+
+/* The slots of a failed copy whose pieces go over the own link. Blocks of a store that do not fit are lost by any way:
+ * their slots say so and are brought to the host, so that a load of them fails. In a load a verdict is not final: the
+ * bytes came from another process, and the own link brings the host's. */
+static uint32_t find_bad(struct kvs_share *share, const struct kvs_share_move *move) {
+  struct kvs_share_job *job = move->job;
+  struct kvs_error why = {.status = KVS_OK};
+  size_t count = kvs_transfer_failed(move->transfer, NULL, 0), at = 0, next = 0;
+  (void)kvs_transfer_error(move->transfer, &why);
+  uint32_t bad = 0, *positions = kvs_share_is_verdict(why.status) ? malloc(count * sizeof *positions) : NULL;
+  bool store = job->direction == KVS_D2H;
+  if (!positions) return move->slots;
+  (void)kvs_transfer_failed(move->transfer, positions, count);
+  if (store) kvs_share_explain(share, job, &why);
+  for (unsigned i = 0; i < share->nslots; i++) {
+    if (!(move->slots >> i & 1)) continue;
+    size_t piece = move->link->slots[i].piece;
+    for (size_t block = 0; block < blocks_of(share, job, piece); block++, at++) {
+      if (next == count || positions[next] != at) continue;
+      if (store)
+        fail_position(job, piece * share->piece_blocks + block);
+      else
+        bad |= UINT32_C(1) << i;
+      next++;
+    }
+    forget_slot(share, move->link, i);
+  }
+  free(positions);
+  return bad;
 }
 
 static bool moves_end(struct kvs_share *share) {
@@ -426,10 +472,11 @@ static bool moves_end(struct kvs_share *share) {
     struct kvs_transfer_info info = {0};
     if (!move->transfer || !kvs_transfer_done(move->transfer)) continue;
     kvs_transfer_get_info(move->transfer, &info);
+    uint32_t bad = info.state == KVS_STATE_DONE ? 0 : find_bad(share, move);
     kvs_transfer_unref(move->transfer);
     move->transfer = NULL;
     for (unsigned i = 0; i < share->nslots; i++)
-      if (move->slots >> i & 1) end_slot(share, move, i, info.state == KVS_STATE_DONE);
+      if (move->slots >> i & 1) end_slot(share, move, i, !(bad >> i & 1));
     changed = true;
   }
   return changed;
@@ -448,14 +495,16 @@ static size_t part_of_block(const struct kvs_share *share, const struct kvs_shar
 }
 
 /* How the part of a rank has ended. A block of its part is stored only if it says so. */
-static void take_report(struct kvs_share *share, struct kvs_share_job *job, unsigned rank, int status,
+static void take_report(struct kvs_share *share, struct kvs_share_job *job, unsigned rank, int status, int why,
                         const uint32_t *failed, uint32_t count) {
+  const struct kvs_error verdict = {.status = why};
   if (job->reported >> rank & 1) return;
   job->reported |= UINT32_C(1) << rank;
   for (size_t i = 0; status && i < job->count; i++)
     if (job->order[part_of_block(share, job, i)] == rank) fail_position(job, i);
   for (uint32_t i = 0; !status && i < count; i++)
     if (failed[i] < job->count) fail_position(job, failed[i]);
+  if (!status && count && kvs_share_is_verdict(why)) kvs_share_explain(share, job, &verdict);
   if (job->nfailed && !job->error.status)
     kvs_fail(&job->error, KVS_CLOSED, "rank %u did not store its part: these blocks are stored for no member", rank);
   end_if_over(share, job);
@@ -471,12 +520,13 @@ void kvs_receive_report(struct kvs_share *share, struct kvs_share_link *link, co
   struct kvs_share_job *job = find_job(share, message->key, KVS_D2H);
   int status = message->count > KVS_SHARE_FAILED ? KVS_CLOSED : message->status;
   if (job) {
-    take_report(share, job, link->rank, job->digest == message->digest ? status : KVS_INVALID, message->ids,
-                status ? 0 : message->count);
+    take_report(share, job, link->rank, job->digest == message->digest ? status : KVS_INVALID, message->why,
+                message->ids, status ? 0 : message->count);
     return;
   }
   struct kvs_share_report *kept = &link->reports[link->next_report++ % KVS_SHARE_REPORTS];
-  *kept = (struct kvs_share_report){.key = message->key, .digest = message->digest, .status = status};
+  *kept =
+      (struct kvs_share_report){.key = message->key, .digest = message->digest, .status = status, .why = message->why};
   kept->count = status ? 0 : message->count;
   memcpy(kept->failed, message->ids, kept->count * sizeof kept->failed[0]);
 }
@@ -490,11 +540,11 @@ static void take_kept(struct kvs_share *share, struct kvs_share_job *job) {
       struct kvs_share_report *kept = &link->reports[i];
       if (kept->key != job->key) continue;
       kept->key = 0;
-      take_report(share, job, link->rank, kept->digest == job->digest ? kept->status : KVS_INVALID, kept->failed,
-                  kept->count);
+      take_report(share, job, link->rank, kept->digest == job->digest ? kept->status : KVS_INVALID, kept->why,
+                  kept->failed, kept->count);
     }
     if (link->state == KVS_LINK_UNUSED || link->state == KVS_LINK_MADE)
-      take_report(share, job, job->order[part], KVS_CLOSED, NULL, 0);
+      take_report(share, job, job->order[part], KVS_CLOSED, KVS_OK, NULL, 0);
   }
 }
 
@@ -504,7 +554,8 @@ static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
   if (job->told || job->left || !job->key || job->direction != KVS_D2H) return false;
   job->told = true;
   job->told_ns = kvs_clock_ns();
-  *message = (struct kvs_share_message){.kind = KVS_SHARE_REPORT, .key = job->key, .digest = job->digest};
+  *message = (struct kvs_share_message){
+      .kind = KVS_SHARE_REPORT, .key = job->key, .digest = job->digest, .why = job->error.status};
   for (size_t i = 0; i < job->count; i++)
     if (job->failed[i] && part_of_block(share, job, i) == job->mine && message->count <= KVS_SHARE_FAILED)
       message->ids[message->count++] = (uint32_t)i;
@@ -522,7 +573,7 @@ static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
 static void give_up_reports(struct kvs_share *share, struct kvs_share_job *job, uint64_t now) {
   if (!job->told || now < job->told_ns + share->asked.store_ns) return;
   for (unsigned part = 0; part < job->nranks && job->state == KVS_STATE_RUNNING; part++)
-    take_report(share, job, job->order[part], KVS_TIMEOUT, NULL, 0);
+    take_report(share, job, job->order[part], KVS_TIMEOUT, KVS_OK, NULL, 0);
 }
 
 /* -- passing on ---------------------------------------------------------------------------------------------------- */
@@ -588,11 +639,8 @@ bool kvs_receive_done(struct kvs_share *share, struct kvs_share_link *link, cons
   } else if (job->direction == KVS_H2D) {
     slot->state = KVS_SLOT_ARRIVED;
   } else {
-    uint64_t nbytes = blocks_of(share, job, slot->piece) * share->block_nbytes;
     slot->job = NULL;
-    job->given += nbytes;
-    share->stats.brought_by_others[KVS_D2H] += nbytes;
-    end_pieces(share, job, 1);
+    end_brought(share, job, slot->piece);
   }
   return true;
 }
@@ -652,7 +700,7 @@ void kvs_receive_forget(struct kvs_share *share, struct kvs_share_link *link) {
     if (link->slots[i].state == KVS_SLOT_LATE) end_late(share, &link->slots[i]);
   for (struct kvs_share_job *job = share->jobs; job; job = next) {
     next = job->next;
-    if (is_shared_by(job, KVS_D2H, link->rank)) take_report(share, job, link->rank, KVS_CLOSED, NULL, 0);
+    if (is_shared_by(job, KVS_D2H, link->rank)) take_report(share, job, link->rank, KVS_CLOSED, KVS_OK, NULL, 0);
   }
 }
 
@@ -785,31 +833,6 @@ uint64_t kvs_receive_next_ns(const struct kvs_share *share) {
   return next;
 }
 
-/* -- pools over slots ---------------------------------------------------------------------------------------------- */
-
-int kvs_receive_open_pools(const struct kvs_share *share, uint64_t base, uint64_t blocks, struct kvs_pool ***made,
-                           struct kvs_error *err) {
-  struct kvs_pool **pools = *made = calloc(share->npools, sizeof *pools);
-  int status = pools ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", share->npools);
-  for (size_t i = 0; !status && i < share->npools; i++) {
-    struct kvs_pool_layout layout;
-    kvs_pool_get_layout(share->host_pools[i], &layout);
-    layout.ptr = layout.ptr - share->host_base + base;
-    layout.num_blocks = blocks;
-    layout.stride = share->block_nbytes;
-    layout.group = i ? pools[0] : NULL;
-    layout.name = NULL;
-    status = kvs_pool_open(share->engine, &layout, &pools[i], err);
-  }
-  return status;
-}
-
-void kvs_receive_close_pools(const struct kvs_share *share, struct kvs_pool **pools) {
-  for (size_t i = pools ? share->npools : 0; i-- > 0;)
-    if (pools[i]) kvs_pool_unref(pools[i]);
-  free(pools);
-}
-
 /* -- beginning ----------------------------------------------------------------------------------------------------- */
 
 static int read_ids(const struct kvs_ids *ids, const char *name, uint64_t limit, int64_t *out, struct kvs_error *err) {
@@ -819,20 +842,6 @@ static int read_ids(const struct kvs_ids *ids, const char *name, uint64_t limit,
       return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, name, i,
                       out[i], limit, limit - 1);
   return KVS_OK;
-}
-
-/* FNV-1a: what members of a shared job must agree on. */
-static uint64_t mix(uint64_t digest, uint64_t word) {
-  for (int i = 0; i < 8; i++) digest = (digest ^ (word >> (8 * i) & 0xff)) * UINT64_C(0x100000001b3);
-  return digest;
-}
-
-/* Which bytes of the blocks the pool has: these are passed on. */
-static uint64_t mix_pool(const struct kvs_share *share, size_t pool, uint64_t digest) {
-  struct kvs_pool_layout layout;
-  kvs_pool_get_layout(share->host_pools[pool], &layout);
-  digest = mix(mix(digest, layout.ptr - share->host_base), layout.block_nbytes);
-  return mix(mix(digest, layout.rows), layout.pitch);
 }
 
 static void name_job(const struct kvs_share *share, struct kvs_share_job *job, const struct kvs_share_name *named) {
@@ -845,9 +854,9 @@ static void name_job(const struct kvs_share *share, struct kvs_share_job *job, c
   for (unsigned part = 0; part < job->nranks; part++)
     job->back[part] = (job->npieces + job->nranks - 1 - part) / job->nranks;
   job->head = job->tail = 0;
-  job->digest = mix(mix(UINT64_C(0xcbf29ce484222325), named->ranks), job->count);
-  for (size_t i = 0; i < share->npools; i++) job->digest = mix_pool(share, i, job->digest);
-  for (size_t i = 0; i < job->count; i++) job->digest = mix(job->digest, (uint64_t)job->host[i]);
+  job->digest = kvs_share_mix(kvs_share_mix(UINT64_C(0xcbf29ce484222325), named->ranks), job->count);
+  for (size_t i = 0; i < share->npools; i++) job->digest = kvs_share_mix_pool(share, i, job->digest);
+  for (size_t i = 0; i < job->count; i++) job->digest = kvs_share_mix(job->digest, (uint64_t)job->host[i]);
   if (job->direction == KVS_H2D) return;
   job->left = job->back[job->mine];
   for (unsigned part = 0; part < job->nranks; part++)

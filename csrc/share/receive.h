@@ -9,12 +9,6 @@ int kvs_receive_begin(struct kvs_share *, enum kvs_direction, const struct kvs_i
                       const struct kvs_share_name *named, const uint64_t *after, struct kvs_share_job **,
                       struct kvs_error *);
 
-/* Memory at `base` for so many blocks of the host's form, as pools: one for each pool of the host. Closing takes what
- * opening made, also in part, and NULL. */
-int kvs_receive_open_pools(const struct kvs_share *, uint64_t base, uint64_t blocks, struct kvs_pool ***,
-                           struct kvs_error *);
-void kvs_receive_close_pools(const struct kvs_share *, struct kvs_pool **);
-
 /* By the member's thread from here on. An answer of another member. False: it breaks the rules. */
 bool kvs_receive_done(struct kvs_share *, struct kvs_share_link *, const struct kvs_share_message *);
 /* The other member's part of a shared store has ended. */

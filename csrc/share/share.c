@@ -17,6 +17,7 @@
 #include "memory/memory.h"
 #include "memory/range.h"
 #include "share/bring.h"
+#include "share/pools.h"
 #include "share/receive.h"
 
 static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
@@ -48,50 +49,6 @@ static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
                     asked->piece_nbytes, asked->block_nbytes);
   if (!(asked->share >= LEAST_SHARE && asked->share <= MOST_SHARE))
     return kvs_fail(err, KVS_INVALID, "share is %g; it is 0.1 to 10", asked->share);
-  return KVS_OK;
-}
-
-static bool lies_in(const struct kvs_pool_layout *layout, const struct kvs_share *share) {
-  const struct kvs_share_options *asked = &share->asked;
-  uint64_t offset = layout->ptr - asked->host, row = layout->block_nbytes / layout->rows;
-  return layout->ptr >= asked->host && layout->num_blocks == asked->num_blocks && layout->stride == share->stride &&
-         offset < asked->block_nbytes && (layout->rows - 1) * layout->pitch + row <= asked->block_nbytes - offset;
-}
-
-static int check_pools(const struct kvs_share *share, struct kvs_error *err) {
-  const struct kvs_share_options *asked = &share->asked;
-  for (size_t i = 0; i < share->npools; i++) {
-    struct kvs_pool *near = share->gpu_pools ? share->gpu_pools[i] : share->host_pools[i];
-    struct kvs_pool_layout host, gpu;
-    kvs_pool_get_layout(share->host_pools[i], &host);
-    kvs_pool_get_layout(near, &gpu);
-    if (kvs_pool_engine(share->host_pools[i]) != share->engine || kvs_pool_engine(near) != share->engine)
-      return kvs_fail(err, KVS_INVALID, "host[%zu] or gpu[%zu] is a pool of another device than gpu[0], %s", i, i,
-                      share->engine->name);
-    if (host.coding || gpu.coding)
-      return kvs_fail(err, KVS_UNSUPPORTED, "pair %zu is coded: members bring plain blocks only", i);
-    if (!lies_in(&host, share))
-      return kvs_fail(err, KVS_INVALID,
-                      "host[%zu] is no part of each of %" PRIu64 " blocks of %" PRIu64 " bytes, one each %" PRIu64
-                      ": the shared pool must be block-first",
-                      i, asked->num_blocks, asked->block_nbytes, share->stride);
-  }
-  return KVS_OK;
-}
-
-/* Whether each byte of a block is in a pool, or padding. */
-static int find_whole(struct kvs_share *share, struct kvs_error *err) {
-  uint8_t *seen = calloc((size_t)share->block_nbytes, 1);
-  if (!seen) return kvs_fail(err, KVS_NOMEM, "no memory to look at a block of %" PRIu64 " bytes", share->block_nbytes);
-  for (size_t i = 0; i < share->npools; i++) {
-    struct kvs_pool_layout layout;
-    kvs_pool_get_layout(share->host_pools[i], &layout);
-    uint8_t *rows = seen + (layout.ptr - share->host_base);
-    for (uint64_t row = 0; row < layout.rows; row++)
-      memset(rows + row * layout.pitch, 1, layout.block_nbytes / layout.rows);
-  }
-  share->whole = share->asked.padded || !memchr(seen, 0, (size_t)share->block_nbytes);
-  free(seen);
   return KVS_OK;
 }
 
@@ -212,8 +169,7 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   pthread_mutex_init(&share->meeting, NULL);
   (void)kvs_cond_init(&share->changed);
   status = keep_pools(share, err);
-  if (!status) status = check_pools(share, err);
-  if (!status) status = find_whole(share, err);
+  if (!status) status = kvs_share_pools_check(share, err);
   if (!status) status = find_cuts(share, err);
   if (!status) status = open_copies(share, err);
   if (!status) status = open_streams(share, err);
@@ -274,13 +230,13 @@ static int open_slot_pools(struct kvs_share *share, struct kvs_share_link *link,
   link->requests = calloc(KVS_SHARE_SLOTS, sizeof *link->requests);
   if (!link->requests) return kvs_fail(err, KVS_NOMEM, "no memory for a link");
   if (!share->nslots) return KVS_OK;
-  return kvs_receive_open_pools(share, link->near, (uint64_t)share->nslots * share->piece_blocks, &link->pools, err);
+  return kvs_share_pools_open(share, link->near, (uint64_t)share->nslots * share->piece_blocks, &link->pools, err);
 }
 
 /* What a link had, once nothing uses it. Without the lock: the driver takes its time. */
 static void give_back(struct kvs_share *share, const struct kvs_share_link *link) {
   struct kvs_error ignored;
-  kvs_receive_close_pools(share, link->pools);
+  kvs_share_pools_close(share, link->pools);
   free(link->requests);
   if (link->near) kvs_engine_free_later(share->engine, link->near);
   if (link->far) (void)kvs_range_free(share->engine, link->far, &ignored);
@@ -717,7 +673,7 @@ void kvs_share_job_get_info(struct kvs_share_job *job, struct kvs_share_job_info
   if (here) pthread_mutex_lock(&share->lock);
   *info = (struct kvs_share_job_info){.state = job->state,
                                       .direction = job->direction,
-                                      .nbytes = job->count * share->block_nbytes,
+                                      .nbytes = job->count * share->kv_nbytes,
                                       .num_blocks = job->count,
                                       .elapsed_ns = job->ended_ns ? job->ended_ns - job->since_ns : 0,
                                       .by_others = job->given};

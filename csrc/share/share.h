@@ -11,7 +11,8 @@ struct kvs_share_job; /* one load or store */
 
 struct kvs_share_options {
   /* Pairs of pools: host_pools are block-first in one shared pool, that all members have registered: block i of all of
-   * them together is the block_nbytes bytes at host + i * block_nbytes. */
+   * them together is the block_nbytes bytes at host + i * block_nbytes. They may be coded, all or none: blocks cross
+   * links and NVLink coded, and each member codes between its slots and its GPU's blocks. */
   struct kvs_pool *const *host_pools, *const *gpu_pools;
   size_t npools;
   uint64_t host, block_nbytes, num_blocks;
@@ -39,8 +40,8 @@ struct kvs_share_stats {
 struct kvs_share_job_info {
   enum kvs_state state;
   enum kvs_direction direction;
-  uint64_t nbytes, num_blocks, elapsed_ns;
-  uint64_t by_others; /* bytes that came over other members' links */
+  uint64_t nbytes, num_blocks, elapsed_ns; /* bytes are those of the GPU's blocks, before coding */
+  uint64_t by_others;                      /* bytes that came over other members' links */
 };
 
 int kvs_share_open(const struct kvs_share_options *, struct kvs_share **, struct kvs_error *);

@@ -73,6 +73,7 @@ struct kvs_share_request {
 struct kvs_share_report {
   uint64_t key, digest; /* key 0: none */
   int32_t status;       /* KVS_OK: all but `failed` of its blocks are stored */
+  int32_t why;          /* of `failed` */
   uint32_t count, failed[KVS_SHARE_FAILED];
 };
 
@@ -169,8 +170,9 @@ struct kvs_share {
   size_t npools;
   /* The host's blocks, one run each. */
   uint64_t host_base, block_nbytes, num_blocks, stride;
-  uint8_t *cut; /* by block: another registration begins behind it */
-  bool whole;   /* the pools have each byte of a block that is not padding */
+  uint64_t kv_nbytes; /* of a block: block_nbytes, or what is coded to them */
+  uint8_t *cut;       /* by block: another registration begins behind it */
+  bool whole;         /* the pools have each byte of a block that is not padding */
   uint32_t piece_blocks;
   uint64_t slot_nbytes;
   unsigned nslots;

@@ -21,7 +21,8 @@ struct kvs_share_message {
   int32_t status;
   uint32_t direction;
   uint32_t count;                 /* of ids */
-  uint32_t piece, unused;         /* piece: with a key, its number */
+  uint32_t piece;                 /* with a key: its number */
+  int32_t why;                    /* of a REPORT: the status of the failed blocks */
   uint64_t key, digest;           /* of a shared load or store; key 0: none. digest: of its ids and ranks */
   uint32_t ids[KVS_SHARE_BLOCKS]; /* of the host; only `count` of them are sent */
 };

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from kvswap import _C
 from kvswap._C import ShareTransfer
 from kvswap._timeouts import seconds
+from kvswap.codecs import Coding
 from kvswap.share._meet import Meeting
 from kvswap.typing import Ids, ShareStats, StreamLike
 
@@ -165,6 +166,7 @@ def join(
     gpu: _C.Pool | Sequence[_C.Pool],
     *,
     host: _C.Pool | Sequence[_C.Pool] | None = None,
+    coding: Coding | Sequence[Coding] | None = None,
     lend: bool = True,
     slots: int = 4,
     piece_nbytes: int = 4 << 20,
@@ -179,6 +181,9 @@ def join(
     memory: the blocks on the host: a SharedPool, block-first and registered, that each member has opened by its name.
     gpu: pools in memory of the device of `memory`. host: as many Pools in `memory`: the blocks of host[i] and gpu[i]
       are copied. None: memory.pool() for one pool, else memory's layers, one for each pool.
+    coding: the blocks in memory are coded (docs/codecs.md): a kvswap.codecs.Coding for the blocks of each pool of gpu,
+      or one for all. They cross all links coded. Blocks that do not fit are in a store's failed_positions, and are not
+      stored. None: they are not coded, or the pools of host say how.
     lend: bring pieces for the others, when no transfer of this process uses the link in that direction.
     slots: pieces that each other member may bring at a time, 2 to 8; so much memory of the device is taken for each of
       them, and as much for 4 pieces once. piece_nbytes: about the size of a piece, which is whole blocks, at most
@@ -199,7 +204,12 @@ def join(
     gpus = (gpu,) if isinstance(gpu, _C.Pool) else tuple(gpu)
     if not gpus:
         raise ValueError("gpu has no pools: at least one is needed")
-    hosts = _pools_of(memory, len(gpus)) if host is None else (host,) if isinstance(host, _C.Pool) else tuple(host)
+    if host is not None and coding is not None:
+        raise ValueError("coding is given, and host: the pools of host have their own coding")
+    codings = tuple(coding) if isinstance(coding, Sequence) else (coding,) * len(gpus)
+    if len(codings) != len(gpus):
+        raise ValueError(f"gpu has {len(gpus)} pools, and coding {len(codings)} items: one for each, or one for all")
+    hosts = _pools_of(memory, codings) if host is None else (host,) if isinstance(host, _C.Pool) else tuple(host)
     place = Place(memory.ptr, memory.slot_nbytes, memory.num_blocks, memory.path, memory.generation)
     return join_at(
         group,
@@ -259,19 +269,17 @@ def _rank(rank: int, name: str) -> int:
     return int(rank)
 
 
-def _pools_of(memory: _C.SharedPool, count: int) -> tuple[_C.Pool, ...]:
+def _pools_of(memory: _C.SharedPool, codings: Sequence[Coding | None]) -> tuple[_C.Pool, ...]:
+    count = len(codings)
     if count == 1:
-        return (memory.pool(),)
+        return (memory.pool(coding=codings[0]),)
     if memory.layers != count:
         raise ValueError(f"gpu has {count} pools, and memory {memory.layers} layers: give host, a Pool for each")
     pools: list[_C.Pool] = []
-    for ptr in memory.layer_ptrs():
+    nbytes, step = memory.layer_nbytes, memory.slot_nbytes
+    for ptr, coding in zip(memory.layer_ptrs(), codings, strict=True):
         options: dict[str, Any] = {"group": pools[0]} if pools else {}
-        pools.append(
-            _C.Pool(
-                memory.device, int(ptr), memory.num_blocks, memory.layer_nbytes, stride=memory.slot_nbytes, **options
-            )
-        )
+        pools.append(_C.Pool(memory.device, int(ptr), memory.num_blocks, nbytes, stride=step, coding=coding, **options))
     return tuple(pools)
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from conftest import PATIENCE, Buffer, elsewhere, until
 import kvswap
 from kvswap import info, share, testing
 from kvswap._top_socket import prepare_folder, start_time
+from kvswap.codecs import Coding
 from kvswap.memory import SharedPool
 from kvswap.share import _meet
 
@@ -44,20 +45,30 @@ MEMBER = """
 import json, sys
 import kvswap
 from kvswap import share
+from kvswap.codecs import Coding
 from kvswap.memory import SharedPool
 given = json.loads(sys.argv[1])
 device = kvswap.Device(given["device"])
-memory = SharedPool(given["name"], given["blocks"], given["block"], create=False, layers=given["layers"], device=device)
-page = given["block"] // given["layers"]
+page, layers = given["block"] // given["layers"], given["layers"]
+codec, _, kind = (given["codec"] or "").partition(":")
+coding = Coding(page, codec, fields=[(0, page, kind or "bf16")]) if codec else None
+part = coding.coded_nbytes if coding else page
+memory = SharedPool(given["name"], given["blocks"], layers * part, create=False, layers=layers, device=device)
 buffers = [device.alloc(given["blocks"] * page) for _ in range(given["layers"])]
 pools = []
 for buffer in buffers:
     pools.append(kvswap.Pool(device, buffer.ptr, given["blocks"], page, **({"group": pools[0]} if pools else {})))
-member = share.join(given["name"], given["rank"], memory, pools, **given["options"])
+member = share.join(given["name"], given["rank"], memory, pools, coding=coding, **given["options"])
 for line in sys.stdin:
     print(json.dumps(eval(line)), flush=True)
 member.close(30)
 """
+
+
+def bf16(rng: Any, shape: tuple[int, ...]) -> Any:
+    """Normal values, as bytes."""
+    values = rng.standard_normal(shape, np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
 class Other:
@@ -66,7 +77,7 @@ class Other:
     source = MEMBER
 
     def __init__(self, name: str, rank: int, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK,
-                 **options: Any) -> None:  # fmt: skip
+                 codec: str | None = None, bad: Sequence[int] = (), **options: Any) -> None:  # fmt: skip
         given = {
             "name": name,
             "rank": rank,
@@ -74,6 +85,8 @@ class Other:
             "layers": layers,
             "blocks": blocks,
             "block": block,
+            "codec": codec,
+            "bad": list(bad),
         }
         given["options"] = {"piece_nbytes": PIECE, **options}
         self.popen = subprocess.Popen(
@@ -108,11 +121,14 @@ class Here:
     """The member under test, in this process: its blocks on both sides, and what they should hold."""
 
     def __init__(
-        self, name: str, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK, **options: Any
-    ) -> None:
+        self, name: str, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK, codec: str | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.name, self.layers, self.blocks, self.page = name, layers, blocks, block // layers
+        self.coding = None if codec is None else Coding(self.page, codec)
         self.device = kvswap.Device("host:0")
-        self.memory = SharedPool(name, blocks, block, layers=layers, device=self.device)
+        slot = block if self.coding is None else layers * self.coding.coded_nbytes
+        self.memory = SharedPool(name, blocks, slot, layers=layers, device=self.device)
         self.buffers = [Buffer(self.device, blocks * self.page) for _ in range(layers)]
         self.pools: list[kvswap.Pool] = []
         for buffer in self.buffers:
@@ -120,14 +136,27 @@ class Here:
             self.pools.append(kvswap.Pool(self.device, buffer.ptr, blocks, self.page, **group))
         self.rng = np.random.default_rng(blocks)
         self.options = {"piece_nbytes": PIECE, "stall": 10.0, **options}
-        self.hosts = share._pools_of(self.memory, layers)
+        self.hosts = share._pools_of(self.memory, [self.coding] * layers)
         self.member = share.join(name, 0, self.memory, self.pools, host=self.hosts, **self.options)
         self.fill()
 
     def fill(self) -> None:
         for layer in range(self.layers):
-            self.memory.layer(layer)[:] = self.rng.integers(0, 256, (self.blocks, self.page), dtype=np.uint8)
-            self.buffers[layer].put(self.rng.integers(0, 256, self.blocks * self.page, dtype=np.uint8))
+            self.memory.layer(layer)[:] = self.on_host(self.content())
+            self.buffers[layer].put(self.content().ravel())
+
+    def content(self) -> Any:
+        """New blocks of a layer, which every codec can hold."""
+        if self.coding is None:
+            return self.rng.integers(0, 256, (self.blocks, self.page), dtype=np.uint8)
+        return bf16(self.rng, (self.blocks, self.page // 2))
+
+    def on_host(self, blocks: Any) -> Any:
+        """Blocks of a layer as the host has them."""
+        return blocks if self.coding is None else self.coding.encode(blocks)[0]
+
+    def on_gpu(self, blocks: Any) -> Any:
+        return blocks if self.coding is None else self.coding.decode(blocks)[0]
 
     def gpu(self, layer: int) -> Any:
         return self.buffers[layer].get().reshape(self.blocks, self.page)
@@ -139,7 +168,7 @@ class Here:
         host, gpu = self.ids(count)
         wanted = [self.gpu(layer).copy() for layer in range(self.layers)]
         for layer in range(self.layers):
-            wanted[layer][gpu] = self.memory.layer(layer)[host]
+            wanted[layer][gpu] = self.on_gpu(self.memory.layer(layer)[host])
         transfer = self.member.load(host, gpu)
         during()
         transfer.wait(PATIENCE)
@@ -150,7 +179,7 @@ class Here:
         host, gpu = self.ids(count)
         wanted = [self.memory.layer(layer).copy() for layer in range(self.layers)]
         for layer in range(self.layers):
-            wanted[layer][host] = self.gpu(layer)[gpu]
+            wanted[layer][host] = self.on_host(self.gpu(layer)[gpu])
         transfer = self.member.store(gpu, host)
         during()
         transfer.wait(PATIENCE)
@@ -723,7 +752,8 @@ def content():  # of all layers, block by block
         kvswap.swap_blocks_batch([buffer.ptr], [array.ctypes.data], array.nbytes, device=device).wait(30)
     return np.stack([array.reshape(-1, page) for array in flat], 1)
 def wanted(ids):
-    return np.stack([memory.layer(i)[ids] for i in range(given["layers"])], 1)
+    stored = [memory.layer(i)[ids] for i in range(layers)]
+    return np.stack([coding.decode(each)[0] if coding else each for each in stored], 1)
 def load(seed, **how):
     rng = np.random.default_rng(seed)
     host = rng.permutation(given["blocks"])[: given["blocks"] * 3 // 4]
@@ -732,7 +762,12 @@ def load(seed, **how):
     transfer.wait(30)
     return [bool((content()[gpu] == wanted(host)).all()), transfer.by_others, transfer.nbytes]
 def fill(seed):  # the same on each rank
-    data = np.random.default_rng(seed).integers(0, 256, (given["blocks"], len(buffers), page), dtype=np.uint8)
+    rng, shape = np.random.default_rng(seed), (given["blocks"], layers, page)
+    data = rng.integers(0, 256, shape, dtype=np.uint8)
+    if coding:  # a bf16 of an exponent that each codec holds, and blocks that `exact` does not hold
+        data.view(np.uint16)[:] = data.view(np.uint16) & 0x807F | 0x3F80
+        for block in given["bad"]:
+            data[block] = rng.integers(0, 256, shape[1:], dtype=np.uint8)
     for i, buffer in enumerate(buffers):
         array = np.ascontiguousarray(data[:, i])
         kvswap.swap_blocks_batch([array.ctypes.data], [buffer.ptr], array.nbytes, device=device).wait(30)
