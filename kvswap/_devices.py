@@ -24,7 +24,8 @@ class DeviceInfo:
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. memory_gbps: 0 on a host device, and where it is not known. sms, copy_engines: 0 on a host
     device. pci: "0000:01:00.0". link: the most that it can do. driver: the CUDA version it is for. paths: each
-    by its name "on", or why not. missing: what a GPU lacks for full speed, with the cost and the cure.
+    by its name "on", or why not. missing: what a GPU lacks for full speed, with the cost and the cure. numa_node: of a
+    GPU's link; -1: unknown, or a host device.
     """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
@@ -39,6 +40,7 @@ class DeviceInfo:
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
     paths: dict[str, str]  # by the names of kvswap.typing.ForcedPath: "on", or why not
     missing: list[str] = field(default_factory=list)  # what it lacks for full speed, what that costs, and the cure
+    numa_node: int = -1  # of a GPU's link; -1: unknown, or a host device
 
 
 def devices() -> list[DeviceInfo]:
@@ -66,6 +68,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         driver=_version(info["driver"]),
         paths=_paths(kernels=_kernel_path(info), threads="only host devices copy by threads"),
         missing=missing(info, opened=False),
+        numa_node=info["numa_node"],
     )
 
 

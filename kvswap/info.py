@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvswap import _C, _metrics_port
+from kvswap import _C, _links, _metrics_port
 from kvswap._devices import DeviceInfo, devices, missing
+from kvswap._links import Links
 from kvswap.commands.parser import suggestion
 from kvswap.replay.units import format_size
 from kvswap.share._meet import Group, groups
@@ -59,6 +60,7 @@ class Report:
     files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
     mooncake: str  # which package of Mooncake is installed, for kvswap.remote
     share: list[Group]  # of kvswap.share, on this machine
+    links: Links  # of the GPUs, together
     environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +73,7 @@ class Report:
         lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
         lines.append(f"nodes    Mooncake Store {self.mooncake}")
         lines += [f"share    {group}" for group in self.share]
+        lines += [f"links    {line}" for line in self.links.lines()]
         lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
@@ -105,6 +108,7 @@ def collect(*, open_devices: bool = False) -> Report:
         files=_files(),
         mooncake=mooncake(),
         share=groups(),
+        links=_links.links(found, _links.tuning_of(found)),
         environment=wrong_variables(),
         opened=opened,
     )
@@ -172,6 +176,7 @@ def _facts(device: DeviceInfo, missing: list[str]) -> list[str]:
         facts += [device.link] if device.link else []
         facts.append(f"driver for CUDA {device.driver}")
     lines = [f"{device.name:<8} {', '.join(facts)}"]
+    lines += [f"         {_links.node_text(device.numa_node)}"] if device.kind == "cuda" else []
     lines += [f"         has {text}" for text in missing]
     return lines + [f"         path {path:<7} {_state(state)}" for path, state in device.paths.items()]
 

@@ -13,12 +13,13 @@ import sys
 import textwrap
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, elsewhere, run_python
 
-from kvswap import _C, cli, info, testing
+from kvswap import _C, _links, cli, info, testing
 from kvswap.commands import info as info_command
 from kvswap.commands import replay as replay_command
 from kvswap.replay.check import WrongBytes
@@ -333,6 +334,43 @@ def test_info_as_json(capsys: Output) -> None:
     assert found["devices"][-1]["name"] == "host:0"
     assert found["devices"][-1]["paths"]["dma"] == "on"
     assert found["opened"]["host:0"]["error"] is None
+    gpus = {device["name"]: device["numa_node"] for device in found["devices"][:-1]}
+    assert found["links"]["nodes"] == gpus and {"measured", "gbps", "borrow"} < found["links"].keys()
+
+
+def test_info_shows_links_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs that are made up: their nodes, what they reach together, and what can be borrowed."""
+    found = info.collect()
+    host = found.devices[-1]
+    gpus = [replace(host, name=f"cuda:{i}", kind="cuda", numa_node=i) for i in range(2)]
+    monkeypatch.setattr(_C, "_cuda_info", lambda ordinal: {"name": "a GPU", "driver": 13000})
+    monkeypatch.setenv("KVSWAP_CALIBRATION", str(tmp_path / "costs"))
+
+    def lines(count: int = 2, **tuning: float) -> str:
+        costs = _C._costs_read(None)
+        costs["tuning"] |= {"link_gbps_d2h": 50.0, "link_gbps_h2d": 50.0, **tuning}
+        _C._costs_write(tmp_path / "costs", costs, "a machine")
+        together = _links.links(gpus[:count], _links.tuning_of(gpus[:count]))
+        return replace(found, devices=[*gpus[:count], host], links=together).to_text()
+
+    assert "what 2 GPUs reach together is not known" in lines()
+    assert "links    " not in lines(1)
+    four = {"host_links": 4, "host_gbps_d2h": 125.0, "host_gbps_h2d": 211.0, "host_gbps_both": 201.0}
+    for count in (1, 2):  # the sum of the machine, also where one GPU is seen
+        text = lines(count, **four)
+        assert "links    4 links together reach 125.0 GB/s D2H, 211.0 H2D, 201.0 both ways" in text
+        assert "a store can borrow 1.5 links and a load 3.0 links beside its own" in text
+    assert "link and host pools on NUMA node 1" in text
+    assert "a store can borrow no link and a load 1.0 link " in lines(
+        **{**four, "host_gbps_d2h": 52, "host_gbps_h2d": 100}
+    )
+    assert "borrowing brings nothing here" in lines(**{**four, "host_gbps_d2h": 52, "host_gbps_h2d": 40})
+    gpus[0] = replace(gpus[0], numa_node=-1)
+    monkeypatch.setattr(_links, "_NODES", str(tmp_path / "node[0-9]"))
+    assert "on the only NUMA node" in lines()
+    for i in range(2):
+        (tmp_path / f"node{i}").touch()
+    assert "the NUMA node of its link is not known: host pools are on any of 2" in lines()
 
 
 def test_progress_is_one_line_on_a_terminal(trace: Path, device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
