@@ -5,7 +5,7 @@ Blocks lie scattered on the GPU. On the host they are one run, or in random orde
 numbers, or real keys and values (--kv FILE.npz with arrays k and v of bf16 as uint16). Every byte is compared: of
 `exact` with what was stored, of the others with a second pass. Needs torch with CUDA.
 
-    python benchmarks/bench_codecs.py [--kv FILE] [--host run|random] [--beside] [--kernels]
+    python benchmarks/bench_codecs.py [--kv FILE] [--host run|random] [--beside [--at GB/s]] [--kernels]
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ SHAPES = {"64x32k": (64, 32 << 10), "32x64k": (32, 64 << 10), "80x8k": (80, 8 <<
 NBYTES = 1 << 30
 LIMIT = 60.0
 SPREAD = 2
+PARTS = 32  # of a cache, with --at
+ALL = slice(None)
 WINDOW = 0.2  # seconds
 
 
@@ -73,11 +75,11 @@ class Cache:
         self.nbytes = self.blocks * layers * page
         self.ratio = nbytes / page
 
-    def store(self, **options: Any) -> Any:
-        return kvswap.move_blocks(self.src, self.dst, self.gpu_ids, self.host_ids, **options)
+    def store(self, blocks: slice = ALL, **options: Any) -> Any:
+        return kvswap.move_blocks(self.src, self.dst, self.gpu_ids[blocks], self.host_ids[blocks], **options)
 
-    def load(self, **options: Any) -> Any:
-        return kvswap.move_blocks(self.dst, self.src, self.host_ids, self.gpu_ids, **options)
+    def load(self, blocks: slice = ALL, **options: Any) -> Any:
+        return kvswap.move_blocks(self.dst, self.src, self.host_ids[blocks], self.gpu_ids[blocks], **options)
 
     def check(self) -> None:
         """A pass that is not lossless changes only the first time."""
@@ -143,6 +145,23 @@ class Repeated:
         return [self._submit()]
 
 
+class Paced(Repeated):
+    """Parts of a cache, as many a second as make this rate: what a connector moves that has no more to move."""
+
+    def __init__(self, cache: Cache, way: str, gbps: float) -> None:
+        super().__init__(cache, way)
+        self._count = max(1, cache.blocks // PARTS)
+        self.nbytes = cache.nbytes // cache.blocks * self._count
+        self._pause, self._due, self._turn = self.nbytes / gbps / 1e9, 0.0, 0
+
+    def submit(self) -> list[Any]:
+        now = time.perf_counter()
+        time.sleep(max(0.0, self._due - now))
+        self._due = max(now, self._due) + self._pause
+        self._turn = (self._turn + 1) % PARTS
+        return [self._submit(slice(self._turn * self._count, (self._turn + 1) * self._count))]
+
+
 class Nothing:
     """What kvswap.bench asks for beside a job."""
 
@@ -154,8 +173,10 @@ class Nothing:
         """See Repeated.fill()."""
 
 
-def measure_beside(device: Any, name: str, caches: dict[str, Any], options: argparse.Namespace) -> None:
-    """What a decode step pays, in windows with and without transfers, in turns."""
+def measure_beside(
+    device: Any, name: str, caches: dict[str, Any], options: argparse.Namespace, gbps: float | None
+) -> None:
+    """What a decode step pays, in windows with and without transfers, in turns; of so many GB/s of KV, or all."""
     load, lab = loads.load_for(device, "step"), Nothing(device)
     with ThreadPoolExecutor(1) as thread:
         for way in ("D2H", "H2D"):
@@ -163,7 +184,7 @@ def measure_beside(device: Any, name: str, caches: dict[str, Any], options: argp
             before = beside._run_alone(device, load, WINDOW)
             for _ in range(options.pairs):
                 for method, cache in caches.items():
-                    job: Any = Repeated(cache, way)
+                    job: Any = Paced(cache, way, gbps) if gbps else Repeated(cache, way)
                     beside._warm_up(device, load)
                     window = beside._run_both(lab, load, job, WINDOW, thread)  # type: ignore[arg-type]
                     after = beside._run_alone(device, load, WINDOW)
@@ -171,7 +192,7 @@ def measure_beside(device: Any, name: str, caches: dict[str, Any], options: argp
                     before = after
             for method, pairs in found.items():
                 slow, gbps = (statistics.median(values) for values in zip(*pairs, strict=True))
-                row = {"shape": name, "beside": "step", "method": method, "dir": way}
+                row = {"shape": name, "beside": "step", "at": gbps, "method": method, "dir": way}
                 print(json.dumps({**row, "slow-down": round(slow, 4), "GB/s of KV": round(gbps, 2)}), flush=True)
     device.set_compute_stream(0)
 
@@ -209,7 +230,10 @@ def measure(device: Any, options: argparse.Namespace) -> None:
                     line = {"shape": name, "kernels": method, "max_ctas": max_ctas, "TB/s": rates}
                     print(json.dumps(line), flush=True)
         if options.beside:
-            measure_beside(device, name, caches, options)
+            measure_beside(device, name, caches, options, None)
+            for gbps in options.at:
+                coded = {method: cache for method, cache in caches.items() if method != "copy"}
+                measure_beside(device, name, coded, options, gbps)
             for method in ("uncoded", *options.codec):
                 caches[method].check()
         del caches, cache
@@ -225,6 +249,7 @@ def main() -> None:
     parser.add_argument("--codec", action="append", choices=CODECS)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--beside", action="store_true", help="beside a decode step, too")
+    parser.add_argument("--at", type=float, nargs="*", default=(), help="the same at so many GB/s of KV")
     parser.add_argument("--pairs", type=int, default=6, help="of windows beside the step")
     parser.add_argument("--kernels", action="store_true", help="what they take, by torch's profiler")
     parser.add_argument("--max-ctas", type=int, nargs="*", default=(), help="the same with these limits")

@@ -108,8 +108,8 @@ part_files() {
 
 # Coded transfers. KV: real keys and values; without it they are normal numbers.
 part_codecs() {
-  section "bench_codecs.py --beside --kernels" program 200 bench_codecs.py ${KV:+--kv "$KV"} --shape 64x32k --codec exact \
-    --codec mxfp8 --codec fp4 --beside --kernels
+  section "bench_codecs.py --beside --at 50 --kernels" program 240 bench_codecs.py ${KV:+--kv "$KV"} --shape 64x32k --codec exact \
+    --codec mxfp8 --codec fp4 --beside --at 50 --kernels
   section "bench_codecs.py --shape 32x64k --shape 80x8k" program 100 bench_codecs.py --shape 32x64k --shape 80x8k --codec exact
   section "bench_codecs.py --host random" program 60 bench_codecs.py ${KV:+--kv "$KV"} --shape 64x32k --host random --codec exact
 }
