@@ -30,7 +30,7 @@ _warning = threading.Lock()
 NEEDED: Any = object()  # the default of an option that has none
 
 
-class _NotAllowedError(Exception):
+class NotAllowedError(Exception):
     """The value is not one that the option takes."""
 
 
@@ -38,7 +38,7 @@ class _NotAllowedError(Exception):
 class Option:
     """One option.
 
-    allowed: completes "it is ...". take: from a value of JSON the one to use; _NotAllowedError. default: used as it is;
+    allowed: completes "it is ...". take: from a value of JSON the one to use; NotAllowedError. default: used as it is;
     where it is None, null is allowed.
     """
 
@@ -50,7 +50,7 @@ class Option:
 
 def _only(value: Any, holds: bool) -> Any:
     if not holds:
-        raise _NotAllowedError
+        raise NotAllowedError
     return value
 
 
@@ -84,11 +84,11 @@ def number(name: str, allowed: str, holds: Callable[[float], bool], default: Any
 
     def take(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _NotAllowedError
+            raise NotAllowedError
         try:
             read = float(value)
         except OverflowError:
-            raise _NotAllowedError from None
+            raise NotAllowedError from None
         return float(_only(read, math.isfinite(read) and holds(read)))
 
     return Option(name, allowed, take, default)
@@ -101,7 +101,7 @@ def size(name: str, default: Any = NEEDED) -> Option:
         if isinstance(value, str):
             found = _SIZE.fullmatch(value)
             if found is None:
-                raise _NotAllowedError
+                raise NotAllowedError
             nbytes = Fraction(found[1]) * {"B": 1, "kB": 1000, **_UNITS}[found[2]]
             value = int(_only(nbytes, nbytes.denominator == 1))
         return int(_only(value, _whole(value) and 1 <= value <= _MOST_NBYTES))
@@ -128,10 +128,10 @@ def choice(name: str, choices: Collection[str], default: Any = NEEDED) -> Option
 def _path(value: Any) -> str:
     """A relative path would mean another place in each process of an engine that has its own working directory."""
     if not isinstance(value, str | os.PathLike):
-        raise _NotAllowedError
+        raise NotAllowedError
     name = os.fspath(value)
     if not isinstance(name, str) or "\0" in name:
-        raise _NotAllowedError
+        raise NotAllowedError
     name = os.path.expanduser(name)
     return str(_only(name, os.path.isabs(name)))
 
@@ -185,7 +185,7 @@ def _value(option: Option, given: Mapping[str, Any], where: str) -> Any:
         return option.default
     try:
         return option.take(value)
-    except _NotAllowedError:
+    except NotAllowedError:
         shown = repr(value)
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
         null = ", or null" if option.default is None else ""

@@ -19,7 +19,7 @@ from kvswap._devices import DeviceInfo, devices, missing
 from kvswap._links import Links
 from kvswap.commands.parser import suggestion
 from kvswap.replay.units import format_size
-from kvswap.share._meet import Group, groups
+from kvswap.share._meet import Group, Loan, groups, loans
 
 if TYPE_CHECKING:
     from kvswap.typing import BuildInfo
@@ -61,6 +61,7 @@ class Report:
     mooncake: str  # which package of Mooncake is installed, for kvswap.remote
     share: list[Group]  # of kvswap.share, on this machine
     links: Links  # of the GPUs, together
+    lend: list[Loan]  # engines that lend each other their links (kvswap_lend)
     environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,6 +75,7 @@ class Report:
         lines.append(f"nodes    Mooncake Store {self.mooncake}")
         lines += [f"share    {group}" for group in self.share]
         lines += [f"links    {line}" for line in self.links.lines()]
+        lines += [f"lend     {loan}" for loan in self.lend]
         lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
@@ -109,6 +111,7 @@ def collect(*, open_devices: bool = False) -> Report:
         mooncake=mooncake(),
         share=groups(),
         links=_links.links(found, _links.tuning_of(found)),
+        lend=loans(),
         environment=wrong_variables(),
         opened=opened,
     )

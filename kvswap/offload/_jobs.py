@@ -25,6 +25,7 @@ from kvswap.offload._layout import (
     is_torch,
     take_map,
 )
+from kvswap.offload._lend import Lend, LendMap, lend_layout
 from kvswap.offload._member import MemberMap, Share, member_layout
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
@@ -32,6 +33,7 @@ from kvswap.tracing import nvtx_range
 if TYPE_CHECKING:
     from kvswap.codecs import Coding
     from kvswap.share import Member
+    from kvswap.share._lend import Lending
     from kvswap.typing import DeviceLike
 
 _logger = logger("kvswap.offload")
@@ -125,14 +127,14 @@ def _wait(transfer: _C.Transfer | _C.ShareTransfer, deadline: Deadline, what: st
             return  # the job's result reports the error
 
 
-def _refuse_beside_share(coded: bool, canonical: bool, cut: bool, moves: dict[str, Any]) -> None:
-    """ValueError: what does not go with share=."""
+def _refuse_beside(what: str, coded: bool, canonical: bool, cut: bool, moves: dict[str, Any]) -> None:
+    """ValueError: what does not go with share=, or lend=."""
     given = [name for name, value in moves.items() if value not in (None, "auto")]
     given += [
         name for name, value in (("codings", coded), ("canonical_layout", canonical), ("layer_parts", cut)) if value
     ]
     if given:
-        raise ValueError(f"share: {given[0]} does not apply to transfers that ranks share")
+        raise ValueError(f"{what}: {given[0]} does not apply to transfers over several links")
 
 
 class SingleDirectionOffloadingHandler:
@@ -162,6 +164,9 @@ class SingleDirectionOffloadingHandler:
     share: None, or the ranks that hold the same cache (docs/share.md): they have the same CPU tensors, and each calls
       every load with the same job_id; one of them calls the stores. Then a job is not all queued in the call, jobs of
       a handler are not ordered, and a block belongs to its job until that has ended; path to pace_gbps do not apply.
+    lend: None, or how this process and those of other engines lend each other their links (docs/share.md). While one
+      lends, the same holds for jobs of some size, but for layer_events; others go as without it. Failed stores are not
+      remembered.
 
     Order. A job starts after all work on the compute stream at its submission, after the earlier jobs of its handler,
     and after transfers of any handler of the same tensors on the same blocks. When transfer_async() returns, the whole
@@ -197,6 +202,7 @@ class SingleDirectionOffloadingHandler:
         pace_gbps: float | None = None,
         codings: Sequence[Coding] | None = None,
         share: Share | None = None,
+        lend: Lend | None = None,
     ) -> None:
         del host_memory_is_pinned  # kvswap asks the driver
         factor = block_size_factor if block_size_factor is not None else blocks_per_chunk
@@ -215,8 +221,11 @@ class SingleDirectionOffloadingHandler:
         parts = self.layer_parts if self._cut or codings is not None else ()
         moves = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
         if share is not None:
-            _refuse_beside_share(codings is not None, canonical_layout, self._cut, moves)
+            _refuse_beside("share", codings is not None, canonical_layout, self._cut, moves)
             layout: AnyLayout = member_layout(*places, share)
+        elif lend is not None:
+            _refuse_beside("lend", codings is not None, canonical_layout, self._cut, moves)
+            layout = lend_layout(*places, lend)
         else:
             layout = layout_of(places, codings, canonical_layout, remember_failures, parts)
         self.gpu_to_cpu = bool(gpu_to_cpu)
@@ -250,9 +259,19 @@ class SingleDirectionOffloadingHandler:
         return self._device
 
     @property
+    def compute_stream(self) -> Callable[[], Any]:
+        """Returns the model's stream; None: the device's compute stream."""
+        return self._compute
+
+    @property
     def member(self) -> Member | None:
-        """The member of a group by which the jobs go; None: without share=."""
-        return self._map.member if isinstance(self._map, MemberMap) else None
+        """The member of a group by which jobs go; None: without share= and lend=."""
+        return self._map.member if isinstance(self._map, (MemberMap, LendMap)) else None
+
+    @property
+    def lending(self) -> Lending | None:
+        """What this process lends to other engines, and who lends to it; None: without lend=."""
+        return self._map.lending if isinstance(self._map, LendMap) else None
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
@@ -357,7 +376,7 @@ class SingleDirectionOffloadingHandler:
 
         tensors: indices of GPU tensors: wait for these only, and for those before them, if the job was submitted with
           layer_events. With layer_parts they are indices of parts, numbered through all tensors. Where the model has no
-          stream (on the host device) the calling thread waits.
+          stream (on the host device), and for a job over several links, the calling thread waits.
 
         It gives order only. kvswap.Error: a failure that is known already. A job that is not there is no error, and
         nothing is waited for. TimeoutError, after wait_timeout, on the host device.
@@ -373,7 +392,7 @@ class SingleDirectionOffloadingHandler:
         stream, failed = self._compute(), None
         for transfer, layer in waits_of(job.transfers, job.places, tensors if job.layered else None):
             try:
-                if stream is None and layer is None:
+                if layer is None and (stream is None or isinstance(transfer, _C.ShareTransfer)):
                     transfer.wait(self.wait_timeout)
                 elif stream is None:
                     wait_here(transfer, layer, self.wait_timeout)  # type: ignore[arg-type]

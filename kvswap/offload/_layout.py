@@ -18,6 +18,7 @@ from kvswap import _C
 
 if TYPE_CHECKING:
     from kvswap.offload._coded import CodedLayout, CodedMap
+    from kvswap.offload._lend import LendLayout, LendMap
     from kvswap.offload._member import MemberLayout, MemberMap
 
 _CPU_KINDS = (1, 3)  # DLPack: plain and pinned host memory
@@ -290,8 +291,8 @@ def make_layout(
     )
 
 
-AnyLayout: TypeAlias = "Layout | CodedLayout | MemberLayout"
-AnyMap: TypeAlias = "_C.OffloadMap | CodedMap | MemberMap"
+AnyLayout: TypeAlias = "Layout | CodedLayout | MemberLayout | LendLayout"
+AnyMap: TypeAlias = "_C.OffloadMap | CodedMap | MemberMap | LendMap"
 
 
 class SharedMap:

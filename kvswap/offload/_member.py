@@ -37,7 +37,7 @@ class MemberLayout(NamedTuple):
     gpus: tuple[Blocks, ...]
     cpus: tuple[Chunks, ...]
     pages: tuple[int, ...]  # bytes of a block that are moved
-    share: Share
+    share: Share | None  # None: of a cache that is one rank's (_lend.py)
     numbers: tuple[tuple[int, int, int], ...] = ()
 
     def key(self) -> tuple[Any, ...]:
@@ -55,12 +55,12 @@ def member_layout(
     cpu_tensors: Sequence[Any],
     factor: int,
     groups: Sequence[Sequence[Any]],
-    share: Share,
+    share: Share | None,
 ) -> MemberLayout:
     """Check an engine's tensors and references. ValueError: they are not blocks that members can bring."""
     if factor != 1 or len(groups) != 1:
         raise ValueError(
-            f"share: the cache has {len(groups)} groups of layers, and chunks of {factor} blocks: it must be one of "
+            f"the cache has {len(groups)} groups of layers, and chunks of {factor} blocks: it must be one of "
             "each, since members bring blocks of all layers"
         )
     if not len(gpu_tensors) == len(cpu_tensors) > 0:
@@ -76,8 +76,21 @@ def member_layout(
         if not 0 < pages[i] <= min(gpu.page, cpu.page):
             raise ValueError(f"tensor {i}: page_size_bytes is {pages[i]}; it has {gpu.page} and {cpu.page} a block")
         if (cpu.chunks, cpu.stride, gpu.blocks) != (cpus[0].chunks, cpus[0].stride, gpus[0].blocks):
-            raise ValueError(f"share: tensor {i} has not the blocks of the others: {gpu}, {cpu}")
+            raise ValueError(f"tensor {i} has not the blocks of the others: {gpu}, {cpu}")
     return MemberLayout(device, gpus, cpus, tuple(pages[i] for i in sorted(pages)), share)
+
+
+def pools_of(layout: MemberLayout, device: _C.Device, hold: object) -> tuple[tuple[_C.Pool, ...], tuple[_C.Pool, ...]]:
+    """The GPU's pools and the host's. hold: kept while they live."""
+    sides: tuple[list[_C.Pool], list[_C.Pool]] = [], []
+    for gpu, cpu, page in zip(layout.gpus, layout.cpus, layout.pages, strict=True):
+        for pools, ptr, blocks, stride in (
+            (sides[0], gpu.ptr, gpu.blocks, gpu.stride),
+            (sides[1], cpu.ptr, cpu.chunks, cpu.stride),
+        ):
+            memory: Any = MemoryOf(ptr, hold)
+            pools.append(_C.Pool(device, memory, blocks, page, stride=stride, group=pools[0] if pools else None))
+    return tuple(sides[0]), tuple(sides[1])
 
 
 class MemberMap:
@@ -87,17 +100,10 @@ class MemberMap:
 
     def __init__(self, layout: MemberLayout, device: _C.Device, hold: object) -> None:
         share, first = layout.share, layout.cpus[0]
-        sides: tuple[list[_C.Pool], list[_C.Pool]] = [], []
-        for gpu, cpu, page in zip(layout.gpus, layout.cpus, layout.pages, strict=True):
-            for pools, ptr, blocks, stride in (
-                (sides[0], gpu.ptr, gpu.blocks, gpu.stride),
-                (sides[1], cpu.ptr, cpu.chunks, cpu.stride),
-            ):
-                memory: Any = MemoryOf(ptr, hold)
-                pools.append(_C.Pool(device, memory, blocks, page, stride=stride, group=pools[0] if pools else None))
+        assert share is not None
         begin = min(cpu.ptr for cpu in layout.cpus)
         place = Place(begin, first.stride, first.chunks, share.path, share.generation, True)
-        gpus, hosts = tuple(sides[0]), tuple(sides[1])
+        gpus, hosts = pools_of(layout, device, hold)
         self._member = join_at(
             share.group, share.rank, place, gpus, hosts, share_wait=share.share_wait, stall=share.stall
         )

@@ -35,7 +35,8 @@ _members: set[Member] = set()  # until close()
 class Place(NamedTuple):
     """Blocks on the host that all members have mapped: block i is the block_nbytes bytes at ptr + i * block_nbytes.
     path, generation: the same for all that have mapped this memory, and for no other memory. padded: bytes of a block
-    that are in no pool are padding, which stores of other members may write to."""
+    that are in no pool are padding, which stores of other members may write to. stride: bytes from a block to the next
+    one, in the place of block_nbytes."""
 
     ptr: int
     block_nbytes: int
@@ -43,6 +44,7 @@ class Place(NamedTuple):
     path: str
     generation: int
     padded: bool = False
+    stride: int = 0
 
 
 class Member:
@@ -243,7 +245,36 @@ def join_at(
     store_wait: float = 1.0,
 ) -> Member:
     """join(), for memory that is no SharedPool: an engine's."""
-    core = _C._Share(
+    core = core_of(
+        place,
+        gpus,
+        hosts,
+        slots=slots,
+        piece_nbytes=piece_nbytes,
+        share=share,
+        stall=stall,
+        share_wait=share_wait,
+        store_wait=store_wait,
+    )
+    return member_of(core, group, rank, place, bool(lend))
+
+
+def core_of(
+    place: Place,
+    gpus: tuple[_C.Pool, ...],
+    hosts: tuple[_C.Pool, ...],
+    *,
+    slots: int = 4,
+    piece_nbytes: int = 4 << 20,
+    share: float = 1.0,
+    stall: float = 0.02,
+    share_wait: float = 0.002,
+    store_wait: float = 1.0,
+    **role: int,
+) -> _C._Share:
+    """A member that has not met any other. gpus: none: it only lends its link, and hosts is one pool, of all bytes.
+    role: takes_only, file, file_nbytes (csrc/share/share.h)."""
+    return _C._Share(
         hosts,
         gpus,
         *place[:3],
@@ -254,8 +285,14 @@ def join_at(
         float(share_wait),
         float(store_wait),
         place.padded,
+        stride=place.stride,
+        **role,  # type: ignore[arg-type]
     )
-    meeting = Meeting(core, group, rank, place.path, place.generation, bool(lend))
+
+
+def member_of(core: _C._Share, group: str, rank: int, place: Place, lends: bool, kind: str = "share") -> Member:
+    """Meet the others of the group. kind: of the group (_meet.py)."""
+    meeting = Meeting(core, group, rank, place.path, place.generation, lends, kind)
     member = Member(core, meeting, group, rank)
     _members.add(member)
     atexit.unregister(_close_all)

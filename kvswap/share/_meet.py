@@ -41,6 +41,7 @@ _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BYE = struct.pack("<IH42x", 0x3153564B, 4)  # csrc/share/wire.h
 _BACKLOG = 16
 _SOCKET = re.compile(r"share-([A-Za-z0-9._-]{1,40})\.([0-9]{1,2})\.sock")
+_LENT = re.compile(r"lend-([A-Za-z0-9._-]{1,20}-[0-9a-f]{16})\.([0-9]{1,2})\.sock")  # of kvswap.share._lend
 _ACCEPTS = 0x10000  # in the flags of /proc/net/unix: a socket that listens
 
 
@@ -62,29 +63,56 @@ class Group:
         return f"{ranks}, {self.links} of {pairs} links: the log of each rank says what is missing"
 
 
+@dataclass(frozen=True)
+class Loan:
+    """A process of an engine on this machine, of this user, whose loads and stores go over other GPUs' links too. name:
+    of the engines that lend to each other; engine: the same for processes of one; lenders: how many lend to it now."""
+
+    name: str
+    engine: str
+    lenders: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: a process of engine {self.engine}, to which {self.lenders} others lend their link"
+
+
+def loans() -> list[Loan]:
+    """As groups(), of engines that lend each other their links."""
+    found = _listed(_LENT)
+    return [Loan(group[:-17], group[-16:-8], links) for group, (ranks, links) in found.items() if 0 in ranks]
+
+
 def groups() -> list[Group]:
     """The groups that have members now, as the kernel lists their sockets: no member is asked."""
+    return [Group(name, ranks, links) for name, (ranks, links) in _listed(_SOCKET).items()]
+
+
+def _listed(socket_name: re.Pattern[str]) -> dict[str, tuple[list[int], int]]:
+    """By group: the ranks whose sockets listen, and the number of links."""
     folder = folder_path()
     found: dict[str, tuple[list[int], list[int]]] = {}
     try:
         lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
     except OSError:
-        return []
+        return {}
     for line in lines:
         _, _, _, flags, _, _, _, *path = line.split(maxsplit=7)
-        named = _SOCKET.fullmatch(Path(path[0]).name) if path and Path(path[0]).parent == folder else None
+        named = socket_name.fullmatch(Path(path[0]).name) if path and Path(path[0]).parent == folder else None
         if named is not None:
             listening, links = found.setdefault(named[1], ([], []))
             (listening if int(flags, 16) & _ACCEPTS else links).append(int(named[2]))
-    return [Group(name, sorted(ranks), len(links)) for name, (ranks, links) in sorted(found.items()) if ranks]
+    return {name: (sorted(ranks), len(links)) for name, (ranks, links) in sorted(found.items()) if ranks}
 
 
 class Meeting:
     """Makes the links of a member until close(). kvswap.Error: another process has the rank."""
 
-    def __init__(self, core: _C._Share, group: str, rank: int, path: str, generation: int, lends: bool) -> None:
-        """path, generation: of the memory on the host, the same for all members that have mapped it."""
-        self._core, self._group, self._rank = core, group, rank
+    def __init__(
+        self, core: _C._Share, group: str, rank: int, path: str, generation: int, lends: bool, kind: str = "share"
+    ) -> None:
+        """path, generation: of the memory on the host, the same for all members that have mapped it. kind: what the
+        names of the group's sockets begin with."""
+        self._core, self._group, self._rank, self._kind = core, group, rank, kind
         self._folder = prepare_folder()
         block, blocks, slot, _, slots = core.form()
         pid = os.getpid()
@@ -117,30 +145,13 @@ class Meeting:
             one.close()
 
     def _path(self, rank: int) -> Path:
-        return self._folder / f"share-{self._group}.{rank}.sock"
+        return self._folder / f"{self._kind}-{self._group}.{rank}.sock"
 
     # -- listening ---------------------------------------------------------------------------------------------------
 
     def _listen(self) -> socket.socket:
-        path = str(self._path(self._rank))
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with _locked(self._folder):
-                if _is_taken(path):
-                    raise _C.Error(f"another process has rank {self._rank} of group {self._group!r}: take another rank")
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                listening.bind(path)
-                os.chmod(path, 0o600)
-                listening.listen(_BACKLOG)
-        except OSError as error:
-            listening.close()
-            raise _C.Error(f"cannot listen on {path}: {error.strerror}") from None
-        except BaseException:
-            listening.close()
-            raise
-        listening.setblocking(False)
-        return listening
+        taken = f"another process has rank {self._rank} of group {self._group!r}: take another rank"
+        return listen_at(self._folder, self._path(self._rank), taken)
 
     def _run(self) -> None:
         due, pause = [0.0] * self._rank, [_LEAST_PAUSE] * self._rank  # by rank: when it is tried again
@@ -199,7 +210,7 @@ class Meeting:
                 if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
                     return True  # not there yet
                 raise
-            _check_peer(connection)
+            check_peer(connection)
             with self._greeted(connection, rank):
                 hello, fds = _receive(connection)
                 try:
@@ -217,7 +228,7 @@ class Meeting:
             return error.errno not in _SHORT_OF
         with connection:
             connection.settimeout(_SECONDS)
-            _check_peer(connection)
+            check_peer(connection)
             hello, fds = _receive(connection)
             if not hello:
                 return True  # it only looked whether the rank is taken
@@ -285,7 +296,30 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _check_peer(connection: socket.socket) -> None:
+def listen_at(folder: Path, path: Path, taken: str) -> socket.socket:
+    """A socket of this user that listens, and does not block. kvswap.Error: `taken`, or it cannot be made."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with locked(folder):
+            if is_taken(str(path)):
+                raise _C.Error(taken)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            listening.bind(str(path))
+            os.chmod(path, 0o600)
+            listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise _C.Error(f"cannot listen on {path}: {error.strerror}") from None
+    except BaseException:
+        listening.close()
+        raise
+    listening.setblocking(False)
+    return listening
+
+
+def check_peer(connection: socket.socket) -> None:
+    """ValueError: the other side is another user's."""
     _, uid = peer_of(connection)
     if uid != os.geteuid():
         raise ValueError(f"it is a process of user {uid}")
@@ -307,7 +341,7 @@ def _process(connection: socket.socket, pid: int, start: str) -> int:
     return -1
 
 
-def _is_taken(path: str) -> bool:
+def is_taken(path: str) -> bool:
     """Whether a process listens there. The socket of one that was killed refuses."""
     if not os.path.exists(path):
         return False
@@ -323,7 +357,7 @@ def _is_taken(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """One process of this user at a time, within two seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     until = time.monotonic() + _SECONDS

@@ -35,8 +35,10 @@ from kvswap.vllm import _block_first, _codec, _finished, _share, _windows
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_back, overlap_of
 
 if TYPE_CHECKING:
+    from kvswap.share._lend import Lending
     from kvswap.vllm._ahead import Ahead
     from kvswap.vllm._layers import StepLoads
+    from kvswap.vllm._lend import Steps
     from kvswap.vllm._outcomes import Outcomes
     from kvswap.vllm._overlap import Overlap
 
@@ -270,6 +272,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._ahead: Ahead | None = None  # worker
         self._sees_beginnings = False  # worker: it is called before all work of a step
         self._watch: _Watch | None = None
+        self._steps: Steps | None = None  # worker: with kvswap_lend
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
@@ -347,6 +350,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if not _handlers_of(worker):
             self._refuse(worker)
         self._watch = self.connector_worker.worker = _Watch(worker)
+        self._steps = getattr(self.connector_worker.spec, "steps", None)
         if self._overlaps and _handlers_of(worker):
             from kvswap.vllm import _overlap
             from kvswap.vllm._layers import StepLoads
@@ -413,8 +417,24 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         for handler in () if self._watch is None else self._watch.handlers:
             if handler.member is not None:
                 handler.drain()
+        lending = self._lending()
+        if lending is not None:
+            lending.pause()
         if hasattr(super(), "unregister_kv_caches"):
             super().unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM calls it when the cache's memory has come back (0.33)."""
+        if hasattr(super(), "restore_kv_caches"):
+            super().restore_kv_caches()
+        lending = self._lending()
+        if lending is not None:
+            lending.resume()
+
+    def _lending(self) -> Lending | None:
+        """Not kept here: it holds the cache's memory."""
+        handlers = self._watch.handlers if self._watch is not None else []
+        return next((handler.lending for handler in handlers if handler.lending is not None), None)
 
     def _await_loads(self, kv_connector_metadata: Any) -> None:
         """The step's stream waits for loads that were reported before they had ended (_ahead.py), and for those that
@@ -433,6 +453,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """Before all work of a step of the second runner (_early.py). may_load: whether the step's own loads may
         begin."""
         self._sees_beginnings = True
+        if self._steps is not None:
+            self._steps.begin()
         self._await_loads(kv_connector_metadata)
         own = kv_connector_metadata.load_jobs and self._own_loads is not None and self._loads_early
         if own and self._sync_loads_of(kv_connector_metadata) and may_load():
@@ -440,6 +462,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
+        if self._steps is not None:
+            self._steps.begin()
         if self._own_loads is not None:
             self._await_loads(kv_connector_metadata)
         if self._submitted is not None and self._submitted is kv_connector_metadata:
@@ -456,6 +480,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """As vLLM's; the loads of the step's own requests are waited for by its layers."""
         own, meta = self._own_loads, self._connector_metadata
+        if self._steps is not None:
+            self._steps.begin()
         start = super().start_load_kv
         if own is None:
             start(forward_context, **kwargs)
@@ -491,6 +517,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""
         own = self._own_loads
+        if self._steps is not None:
+            self._steps.end()
         if own is not None:
             if own.jobs or own.awaited:
                 self._end_own_loads(own, self._watch)  # type: ignore[arg-type]

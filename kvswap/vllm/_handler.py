@@ -13,6 +13,7 @@ from kvswap._log import logger
 from kvswap.codecs import CODECS
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 from kvswap.offload._layout import share_tensors
+from kvswap.share._lend import DEFAULT_NAME, LENDERS, MOST_LENDERS, NAME
 from kvswap.typing import Path
 from kvswap.vllm._parts import cut_blocks
 
@@ -24,6 +25,14 @@ _SHARED_MS = 1.0
 _STEP_BUDGET = "sync_load_budget_bytes"  # vLLM's too
 _BUDGET = 1 << 30  # its default under kvswap_overlap
 _NOT_GIVEN: Any = object()
+
+
+def _name_of(value: Any) -> str | bool:
+    if isinstance(value, bool):
+        return DEFAULT_NAME if value else False
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise _options.NotAllowedError
+    return value
 
 
 _OPTIONS = (
@@ -42,6 +51,10 @@ _OPTIONS = (
     _options.flag("kvswap_overlap_ahead", True),
     _options.count(_STEP_BUDGET, 0, (1 << 63) - 1, _NOT_GIVEN),
     _options.flag("kvswap_share", False),
+    _options.Option(
+        "kvswap_lend", "true, false, or a name of 1 to 20 letters, digits, '.', '_' or '-'", _name_of, False
+    ),
+    _options.count("kvswap_lenders", 1, MOST_LENDERS, LENDERS),
     _options.number("kvswap_share_wait_ms", "a number of milliseconds from 0 to 1000", lambda ms: 0 <= ms <= 1000, 2.0),
 )
 
@@ -90,6 +103,13 @@ def share_of(extra_config: Mapping[str, Any]) -> float | None:
     """kvswap_share: how many seconds a rank waits for another one's call of a load. None: loads are not shared."""
     given = _read(extra_config)
     return given["kvswap_share_wait_ms"] / 1e3 if given["kvswap_share"] else None
+
+
+def lend_of(extra_config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """kvswap_lend and kvswap_lenders: the name of the engines that lend to each other, and how many lend to one at
+    most. None: no links are lent."""
+    given = _read(extra_config)
+    return (given["kvswap_lend"], given["kvswap_lenders"]) if given["kvswap_lend"] else None
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:

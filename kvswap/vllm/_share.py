@@ -20,6 +20,7 @@ from typing import Any
 
 from kvswap._log import logger
 from kvswap.offload._member import Share
+from kvswap.vllm import _lend
 from kvswap.vllm._handler import codec_of, options_of, overlap_of, share_of
 
 _logger = logger("kvswap.vllm")
@@ -41,11 +42,17 @@ def allowed(vllm_config: Any, connector: type) -> Iterator[None]:
             "shared loads must end before the engine goes to sleep, and this vLLM does not tell the connector of it. "
             "Leave out enable_sleep_mode, or use vLLM 0.33 or later"
         )
+    _lend.refuse_sleep(vllm_config, connector)
     token = _allowed.set(True)
     try:
         yield
     finally:
         _allowed.reset(token)
+
+
+def is_allowed() -> bool:
+    """Whether the connector is kvswap's, which ends such transfers before the engine sleeps."""
+    return _allowed.get()
 
 
 def _refuse(why: str) -> ValueError:

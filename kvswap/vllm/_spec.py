@@ -21,12 +21,13 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 import kvswap
 from kvswap._log import logger
 from kvswap.offload._layout import device_of
+from kvswap.vllm import _lend
 from kvswap.vllm._codec import Plan, shrink, take_plan
 from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
 from kvswap.vllm._metrics import number_of, serve
-from kvswap.vllm._share import describe, meet, say_one_rank, seconds_of
+from kvswap.vllm._share import describe, is_allowed, meet, say_one_rank, seconds_of
 
 _logger = logger("kvswap.vllm")
 
@@ -74,6 +75,8 @@ def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
 def _leave(spec: KVSwapTransfers, reason: str) -> None:
     if spec.plan is not None:
         raise kvswap.Error(f"kvswap_codec: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
+    if spec.steps is not None:
+        raise kvswap.Error(f"kvswap_lend: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     if spec.share_wait is not None:
         raise kvswap.Error(f"kvswap_share: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     versions = (vllm.__version__, kvswap.__version__, reason)
@@ -104,6 +107,9 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
     if spec.share_wait is not None:
         wait = spec.share_wait
         shared = lambda region: options.update(share=describe(spec.config, region, wait))  # noqa: E731
+    if spec.steps is not None:
+        steps = spec.steps
+        shared = lambda region: options.update(lend=_lend.describe(spec, region, steps))  # noqa: E731
     made: list[Any] = []
     regions: list[SlabRegion] = []
 
@@ -124,7 +130,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
 
     worker = worker_class(gpu_worker)
     reason = why_not_block_first(worker)
-    if reason is not None and (spec.plan is not None or spec.share_wait is not None):
+    if reason is not None and (spec.plan is not None or spec.share_wait is not None or spec.steps is not None):
         _leave(spec, reason)
     if reason is not None:
         _logger.warning(
@@ -175,13 +181,16 @@ class KVSwapTransfers:
     (None; worker N serves Prometheus on 127.0.0.1, this port + N; N counts over all data-parallel engines),
     kvswap_codec (None; under KVSwapConnector: one of kvswap.codecs.CODECS, for the blocks in host memory),
     kvswap_codec_keep ([]; numbers of layers whose blocks it keeps as they are), kvswap_share (false; under
-    KVSwapConnector: ranks that hold the same cache load it once), kvswap_share_wait_ms (2; for another rank's call).
+    KVSwapConnector: ranks that hold the same cache load it once), kvswap_share_wait_ms (2; for another rank's call),
+    kvswap_lend (false; under KVSwapConnector: engines of this name, true for a default one, lend each other their GPU's
+    link), kvswap_lenders (3; engines at most that lend to a worker, and to which it lends).
     """
 
     remember_failures = True
     layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
     plan: Plan | None  # of coded blocks
     share_wait: float | None  # seconds; None: loads are not shared
+    steps: _lend.Steps | None  # of this worker; None: links are not lent
     config: Any  # OffloadingConfig
     extra_config: dict[str, Any]
     BLOCK_SIZE_ALIGNMENT: int
@@ -194,12 +203,15 @@ class KVSwapTransfers:
         super().__init__(config)  # type: ignore[call-arg]
         _refuse_less_than_a_chunk(self)
         self.share_wait = seconds_of(self)
+        self.steps = _lend.Steps() if _lend.check(self, is_allowed()) else None
 
     def create_worker(self, kv_caches: Any) -> Any:
         """As vLLM's, with kvswap's handlers."""
-        with _ours_in_place(self, kv_caches) as handlers:
+        with _ours_in_place(self, kv_caches) as handlers, _lend.one_file(self):
             worker = super().create_worker(kv_caches)  # type: ignore[misc]
         say_one_rank(self)
+        if self.steps is not None:
+            _lend.start(self.steps, handlers)
         if self.share_wait is not None:
             meet(handlers[0].member, self.config.parallel.world_size)
         return worker

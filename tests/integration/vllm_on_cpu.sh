@@ -29,6 +29,8 @@ codec-hybrid;0.26.0 0.33.0;--codec exact --gpu-blocks 1200 --hybrid
 codec-mla;0.26.0 0.33.0;--codec exact --gpu-blocks 600 --mla
 codec-overlap-ranks;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--codec exact --gpu-blocks 600 --overlap --async-scheduling $ranks
 hybrid;0.26.0 0.33.0;--hybrid
+lend;0.30.0 0.31.0 0.32.0 0.33.0;--lend --gpu-blocks 200 --spec KVSwapTieringOffloadingSpec
+lend-ranks;0.33.0;--lend --gpu-blocks 120 $ranks
 mla;0.26.0;--mla
 mla-ranks;0.33.0;--mla $ranks
 mla-share;0.30.0 0.33.0;--mla --share $ranks

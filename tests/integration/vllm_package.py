@@ -18,7 +18,8 @@ tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: 
 transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
 blocks, and what it computed beside a load that failed is stored nowhere. --overlap: each layer waits for its own part
 of such a load (vllm_overlap.py); with --block-first, for a part of each block.
---hybrid: also as vllm_windows.py says. --share: ranks load the latents of MLA once, each a part (kvswap_share).
+--hybrid: also as vllm_windows.py says. --lend: as vllm_lend.py says. --share: ranks load the latents of MLA once, each
+a part (kvswap_share).
 vllm_worker.py says what stands in for what.
 """
 
@@ -66,6 +67,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--codec", choices=["exact"], help="kvswap_codec, for a cache of bfloat16; no faults")
     parser.add_argument("--keep", type=int, action="append", default=[], help="kvswap_codec_keep: a layer")
     parser.add_argument("--share", action="store_true", help="kvswap_share: ranks load what is the same on them once")
+    parser.add_argument("--lend", action="store_true", help="kvswap_lend: two engines lend each other their links")
+    parser.add_argument("--lend-name", help=argparse.SUPPRESS)
+    parser.add_argument("--lender", action="store_true", help=argparse.SUPPRESS)  # the second engine
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():
@@ -74,7 +78,10 @@ def parse() -> argparse.Namespace:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
     if options.share and (options.ranks == 1 or not options.mla):
         parser.error("--share needs --mla and --ranks 2: what is the same on all ranks")
-    if options.simple or options.share:
+    if options.lend and "Tiering" not in options.spec:
+        parser.error("--lend needs vLLM's region: --spec KVSwapTieringOffloadingSpec")
+    options.lend_name = options.lend_name or (f"test{os.getpid()}" if options.lend else None)
+    if options.simple or options.share or options.lend_name:
         options.blocks_per_chunk = 1
     if options.sleep and options.device != "cpu":
         parser.error("--sleep has memory of its own to take away: --device cpu")
@@ -107,12 +114,14 @@ sys.path.append(str(Path(__file__).parent))
 
 import vllm
 import vllm_codec
+import vllm_lend
 import vllm_overlap
 import vllm_windows
 from prometheus_client import REGISTRY
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -357,6 +366,9 @@ def scenario(engine: Engine) -> None:
         faults_beside_the_model(engine)
     elif OPTIONS.sleep:
         sleep_and_wake(engine)
+    elif OPTIONS.lend:
+        OPTIONS.naps = hasattr(OffloadingConnector, "restore_kv_caches")
+        vllm_lend.scenario(engine, OPTIONS, say, prompt, OPTIONS.lend_name)
     elif OPTIONS.ranks > 1:
         shared_region(engine, first)
         faults_of_a_rank(engine)
@@ -696,8 +708,21 @@ def dropped_copy(engine: Engine, device: kvswap.Device) -> None:
     left_out_in_silence(engine, device, tokens)
 
 
+def lend() -> int:
+    """The second engine of vllm_lend.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(Path(folder))
+        vllm_lend.serve(engine, lambda: Core(engine), prompt)
+        engine.workers.call("shutdown")
+        engine.workers.close()
+        engine.scheduler.shutdown()
+    return 0
+
+
 def main() -> int:
     logging.getLogger("kvswap").setLevel(logging.CRITICAL)
+    if OPTIONS.lender:
+        return lend()
     print(
         f"vLLM {vllm.__version__} (from {Path(vllm.__file__).parent.name}/), torch {torch.__version__}, kvswap ", end=""
     )

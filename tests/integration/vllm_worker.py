@@ -65,7 +65,7 @@ try:
     from vllm.v1.core import kv_cache_planning as planner
 except ImportError:  # to 0.32
     from vllm.v1.core import kv_cache_utils as planner
-from kvswap.vllm import _parts
+from kvswap.vllm import _lend, _parts
 from kvswap.vllm._handler import VLLMHandler
 
 TOKENS = 16  # of a block
@@ -165,6 +165,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra |= {"kvswap_share": True, "kvswap_share_wait_ms": 1000}
     elif options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
+    if options.lend_name:
+        extra["kvswap_lend"] = options.lend_name
     if options.codec:
         extra |= {"kvswap_codec": options.codec, "kvswap_codec_keep": options.keep}
     if options.sleep and "Tiering" in options.spec:  # which keeps its blocks while the engine sleeps
@@ -356,7 +358,7 @@ class Worker:
         self.options, self.rank = options, rank
         self.part = 0 if options.mla else rank  # all ranks have the same latents, and heads of their own
         where = options.device
-        if options.ranks > 1 and where == "cpu":  # 0.26 takes the rank from the index of the GPU
+        if where == "cpu" and "Tiering" in options.spec:  # to 0.32 it takes the rank from the index of the GPU
             torch.accelerator.current_device_index = lambda: rank
         elif options.ranks > 1:
             where = f"cuda:{rank}"
@@ -380,6 +382,8 @@ class Worker:
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
         if options.share:  # blocks have few KiB here, and a load would be one piece
             _member.join_at = functools.partial(_member.join_at, piece_nbytes=2 * options.layers * PAGE)
+        if options.lend_name:
+            _lend.Lend = functools.partial(_lend.Lend, piece_nbytes=2 * options.layers * PAGE)
         if options.overlap and options.block_first:
             _parts.LEAST_NBYTES = PAGE  # blocks have few KiB here, and would be one part each
         with set_current_vllm_config(config):
@@ -553,6 +557,14 @@ class Worker:
     def shared(self) -> dict[str, int]:
         """What the member of the group has brought."""
         return self.handlers()[0].member.stats()
+
+    def lenders(self) -> int:
+        """Engines that lend to this rank."""
+        return len(self.connector._lending().member.peers)
+
+    def lent(self) -> list[list[Any]]:
+        """What this rank lends: pid, registered bytes, whether now, bytes of stores and loads."""
+        return [[*loan[:3], *loan.brought] for loan in self.connector._lending().loans]
 
     def sizes(self) -> dict[str, int]:
         return sizes_of(self.connector.connector_worker.spec)

@@ -1,0 +1,158 @@
+"""kvswap_lend: engines on one machine lend each other their GPU's link to the host (docs/share.md, "Between engines").
+
+A worker's host memory is vLLM's SharedOffloadRegion: rows in a file, each with a cell of every rank. From 0.33 on,
+vLLM splits a large region into several files, of which it keeps one descriptor: here it is one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvswap import _C
+from kvswap.offload._lend import Lend
+from kvswap.share._lend import HostFile
+from kvswap.vllm._handler import codec_of, lend_of, options_of, overlap_of, share_of
+
+IDLE = 0.1  # seconds without a step
+_STUCK = 10.0  # a step that has not ended after so long was given up
+
+_SEGMENTS = "_REGION_SEGMENTS"
+
+
+class Steps:
+    """Whether the model computes. The worker's thread calls begin() and end() around a step, another one is_idle()."""
+
+    def __init__(self) -> None:
+        self._device: _C.Device | None = None
+        self._last = 0.0
+        self._running = False
+        self._event: _C.Event | None = None  # recorded at the end of the last step; None: nothing to wait for
+        self._stream: Any = None  # a callable that returns the model's stream
+
+    def attach(self, device: _C.Device, stream: Any) -> None:
+        """stream: a callable that returns the model's stream; None from it: there is none."""
+        self._device, self._stream = device, stream
+
+    def begin(self) -> None:
+        """A step begins, or goes on."""
+        self._running, self._last = True, time.monotonic()
+
+    def end(self) -> None:
+        """The step is queued: it ends when the model's stream has come so far."""
+        stream = self._stream() if self._stream is not None else None
+        if stream is not None:
+            event = self._event or _C.Event(self._device)
+            event.record(stream)
+            self._event = event
+        self._running, self._last = False, time.monotonic()
+
+    def is_idle(self) -> bool:
+        """No step runs, and none has for some time."""
+        since = time.monotonic() - self._last
+        if since < (_STUCK if self._running else IDLE):
+            return False
+        return self._event is None or self._event.query()
+
+
+def _refuse(why: str) -> ValueError:
+    return ValueError(f"kvswap_lend: {why}")
+
+
+def _refuse_options(extra_config: Mapping[str, Any]) -> None:
+    """ValueError: another option that does not go with it."""
+    leave_out = "Leave out one of the two"
+    if codec_of(extra_config) is not None:
+        raise _refuse(f"lenders bring blocks as they are, and kvswap_codec codes them. {leave_out}")
+    if overlap_of(extra_config).on:
+        raise _refuse(f"the layers of a lent load come in any order, and kvswap_overlap waits for each. {leave_out}")
+    if share_of(extra_config) is not None:
+        raise _refuse(f"with kvswap_share the ranks of an engine are a group already. {leave_out}")
+    if extra_config.get("canonical_layout"):
+        raise _refuse(f"with canonical_layout each rank stores pages of its own by vLLM's rule. {leave_out}")
+    given = options_of(extra_config)
+    for name in ("path", "priority", "max_ctas", "pace_gbps"):
+        if given[name] not in (None, "auto"):
+            raise _refuse(f"kvswap_{name} does not apply to transfers over several links. {leave_out}")
+
+
+def check(spec: Any, allowed: bool) -> bool:
+    """Whether the workers of this spec lend. ValueError: they cannot, and why. allowed: the connector is kvswap's."""
+    if lend_of(spec.extra_config) is None:
+        return False
+    _refuse_options(spec.extra_config)
+    if not allowed:
+        raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
+    config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
+    if config is None or not hasattr(config, "parallel"):
+        raise _refuse("it needs vLLM 0.30 or later")
+    if config.cache.blocks_per_chunk > 1:
+        raise _refuse(
+            f"a chunk has {config.cache.blocks_per_chunk} blocks, layer by layer, and lenders bring whole blocks. "
+            "Leave out block_size and blocks_per_chunk"
+        )
+    if len(config.groups) > 1:
+        raise _refuse(f"the cache has {len(config.groups)} groups of layers, and lenders bring blocks of all layers")
+    return True
+
+
+def refuse_sleep(vllm_config: Any, connector: type) -> None:
+    """ValueError: the engine sleeps, and vLLM does not say when."""
+    lends = lend_of(vllm_config.kv_transfer_config.kv_connector_extra_config) is not None
+    if (
+        lends
+        and getattr(vllm_config.model_config, "enable_sleep_mode", False)
+        and not hasattr(connector, "unregister_kv_caches")
+    ):
+        raise _refuse(
+            "lent links must be given back before the engine goes to sleep, and this vLLM does not tell the connector "
+            "of it. Leave out enable_sleep_mode, or use vLLM 0.33 or later"
+        )
+
+
+@contextlib.contextmanager
+def one_file(spec: Any) -> Iterator[None]:
+    """While vLLM makes the region."""
+    from vllm.v1.kv_offload.cpu import spec as module
+
+    segments = getattr(module, _SEGMENTS, None)
+    if lend_of(spec.extra_config) is None or segments is None:
+        yield
+        return
+    setattr(module, _SEGMENTS, 1)
+    try:
+        yield
+    finally:
+        setattr(module, _SEGMENTS, segments)
+
+
+def _no_file() -> _C.Error:
+    return _C.Error(
+        "kvswap_lend: the host memory of this worker is not one file that others could map. It is on CUDA GPUs, and "
+        'with "spec_name": "TieringOffloadingSpec"'
+    )
+
+
+def describe(spec: Any, region: Any, steps: Steps) -> Lend:
+    """region: vLLM's; None, or one that is not in one file: kvswap.Error."""
+    fd = getattr(region, "fd", None)
+    if fd is None or len(getattr(region, "_segments", [None])) > 1:
+        raise _no_file()
+    asked = lend_of(spec.extra_config)
+    assert asked is not None
+    name, lenders = asked
+    parallel, file = spec.config.parallel, os.fstat(fd)
+    cells = parallel.world_size > 1 and not getattr(spec, "replicated_layout", False)
+    engine = f"{spec.config.engine_id}\0{parallel.data_parallel_index}"
+    place = HostFile(fd, 0, region._base.data_ptr())
+    return Lend(name, engine, f"vllm {file.st_dev}", file.st_ino, place, cells, lenders, steps.is_idle)
+
+
+def start(steps: Steps, handlers: list[Any]) -> None:
+    """The worker is made: steps of its model are seen from now on. kvswap.Error: its region was not seen."""
+    if not handlers or handlers[0].lending is None:
+        raise _no_file()
+    steps.attach(handlers[0].device, handlers[0].compute_stream)
