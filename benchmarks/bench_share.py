@@ -1,17 +1,20 @@
-"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--host].
+"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--lend] [--host].
 
 A process for each GPU, which sees no other GPU, and one pool on the host that all have registered. The first process
 loads and stores while the others bring pieces over their links, in turns with one bare copy of as many bytes and with
 bursts over its own link alone. Then the first two load and store at once, with and without lending. Blocks lie
 scattered on the GPU, and on the host all layers of a block together. Last, all load the same blocks, each a part.
 Medians of wall-clock time. Every byte is checked
-where it lands; exit status 1: one was wrong. --host: host devices in place of GPUs, to try the program.
+where it lands; exit status 1: one was wrong. --lend: each process has host memory of its own, as engines have
+(kvswap_lend in vLLM), which the others register; nothing is loaded in parts.
+--host: host devices in place of GPUs, to try the program.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -38,8 +41,9 @@ class Worker:
         self.device, self.rank = kvswap.Device(device), rank
         self.stream, self.turn = kvswap.Stream(self.device), 0
         self.member: Any = None
+        self.rows: Any = None
 
-    def open(self, name: str, layers: int, page: int, blocks: int) -> dict[str, Any]:
+    def open(self, name: str, layers: int, page: int, blocks: int, own: bool) -> dict[str, Any]:
         import numpy as np
 
         import kvswap
@@ -48,14 +52,18 @@ class Worker:
 
         begin = time.perf_counter()
         self.layers, self.page, self.blocks, self.slots = layers, page, blocks, 2 * blocks
-        self.memory = SharedPool(name, blocks, layers * page, create=self.rank == 0, layers=layers, device=self.device)
+        if own:
+            self.own_memory()
+        else:
+            create = self.rank == 0
+            self.memory = SharedPool(name, blocks, layers * page, create=create, layers=layers, device=self.device)
+            self.host = share._pools_of(self.memory, [None] * layers)
         took = time.perf_counter() - begin
         self.gpu = self.device.alloc(layers * self.slots * page)
         self.pools: list[kvswap.Pool] = []
         for i in range(layers):
             more: Any = {"group": self.pools[0]} if i else {}
             self.pools.append(kvswap.Pool(self.device, self.gpu.ptr + i * self.slots * page, self.slots, page, **more))
-        self.host = share._pools_of(self.memory, [None] * layers)
         rng = np.random.default_rng(self.rank)
         self.ids, self.all = rng.permutation(self.slots)[:blocks], np.arange(blocks)
         ptrs = self.gpu.ptr + np.add.outer(np.arange(layers) * self.slots, self.ids).ravel() * page
@@ -65,9 +73,63 @@ class Worker:
         self.bare = [kvswap.Pool(self.device, each, 1, self.nbytes) for each in memory]
         return {"rank": self.rank, "registered MiB": self.nbytes >> 20, "seconds": took}
 
+    def own_memory(self) -> None:
+        """As an engine's: a file without a name."""
+        import numpy as np
+
+        import kvswap
+
+        row = self.layers * self.page
+        self.fd = os.memfd_create("bench")
+        os.ftruncate(self.fd, self.blocks * row)
+        self.rows = np.frombuffer(mmap.mmap(self.fd, self.blocks * row), np.uint8)
+        self.rows[:] = 0
+        self.device.register(self.rows.ctypes.data, self.rows.nbytes)
+        hosts: list[Any] = []
+        for i in range(self.layers):
+            more: Any = {"group": hosts[0]} if i else {}
+            at = self.rows.ctypes.data + i * self.page
+            hosts.append(kvswap.Pool(self.device, at, self.blocks, self.page, stride=row, **more))
+        self.host = tuple(hosts)
+
     def close(self) -> dict[str, Any]:
         self.bare, self.pools, self.host = [], [], ()
-        self.memory.close(LIMIT)
+        if self.rows is None:
+            self.memory.close(LIMIT)
+        else:
+            self.device.unregister(self.rows.ctypes.data)
+            os.close(self.fd)
+            self.rows = None
+        return {}
+
+    def lend(self, group: str, size: int, lend: bool, piece: int, slots: int, stall: float) -> dict[str, Any]:
+        """Until all others lend to this process. lend False: it is the only engine of a name."""
+        from kvswap.share import Place, _lend
+
+        begin = time.perf_counter()
+        there = os.fstat(self.fd)
+        ptr, row = self.rows.ctypes.data, self.layers * self.page
+        place = Place(ptr, row, self.blocks, f"bench {there.st_dev}", there.st_ino, True)
+        name, engine = group if lend else f"{group}.{self.rank}", f"engine {self.rank} of {os.getpid()}"
+        self.lending = _lend.Lending(
+            name, engine, place, tuple(self.pools), tuple(self.host), _lend.HostFile(self.fd, 0, ptr), lenders=15,
+            piece_nbytes=piece, slots=slots, stall=stall,
+        )  # fmt: skip
+        self.member = self.lending.member
+        wanted = size - 1 if lend else 0
+        while len(self.member.peers) < wanted or sum(loan.lends for loan in self.lending.loans) < wanted:
+            if time.perf_counter() - begin > LIMIT:
+                raise SystemExit(f"{self.member.peers} lend to rank {self.rank}, and it makes {self.lending.loans}")
+            time.sleep(0.01)
+        registered = sum(loan.registered_nbytes for loan in self.lending.loans)
+        return {"rank": self.rank, "seconds to meet": time.perf_counter() - begin, "MiB of others": registered >> 20}
+
+    def lent(self) -> dict[str, Any]:
+        brought = [list(loan.brought) for loan in self.lending.loans]
+        return {"rank": self.rank, **self.member.stats(), "lent D2H, H2D": brought}
+
+    def stop_lending(self) -> dict[str, Any]:
+        self.lending.close(LIMIT)
         return {}
 
     def join(self, group: str, size: int, lend: bool, piece: int, slots: int, stall: float) -> dict[str, Any]:
@@ -215,7 +277,7 @@ def one_borrows(processes: list[Process], name: str, options: argparse.Namespace
     wrong, first = 0, processes[0]
     for piece, slots in options.slots:
         how = {"size": len(processes), "lend": True, "piece": piece, "slots": slots, "stall": options.stall}
-        joined = all_do(processes, do="join", group="bench", **how)
+        joined = all_do(processes, do="lend" if options.lend else "join", group=f"bench{os.getpid()}", **how)
         first.tell(do="check")
         wrong += first.hear()["wrong"]
         first.tell(do="measure", methods=["copy", "burst", "share"], ways=["D2H", "H2D"], repeats=options.repeats)
@@ -229,8 +291,10 @@ def one_borrows(processes: list[Process], name: str, options: argparse.Namespace
             )  # fmt: skip
         first.tell(do="check")
         wrong += first.hear()["wrong"]
-        for join, stats in zip(joined, all_do(processes, do="leave"), strict=True):
+        for join, stats in zip(joined, all_do(processes, do="lent" if options.lend else "leave"), strict=True):
             say(**{**join, **stats})
+        if options.lend:
+            all_do(processes, do="stop_lending")
     return wrong
 
 
@@ -239,11 +303,11 @@ def both_at_once(processes: list[Process], name: str, options: argparse.Namespac
     two, (piece, slots) = processes[:2], options.slots[0]
     for lend in (False, True):
         how = {"size": 2, "lend": lend, "piece": piece, "slots": slots, "stall": options.stall}
-        all_do(two, do="join", group="both", **how)
+        all_do(two, do="lend" if options.lend else "join", group=f"both{os.getpid()}", **how)
         for way in ("D2H", "H2D"):
             for rank, found in enumerate(all_do(two, do="measure", methods=["share"], ways=[way], repeats=9)):
                 rates.setdefault(lend, [{}, {}])[rank].update(found)
-        all_do(two, do="leave")
+        all_do(two, do="stop_lending" if options.lend else "leave")
     for way in ("D2H", "H2D"):
         alone, lending = ([each[f"share {way}"] for each in rates[lend]] for lend in (False, True))
         say(shape=name, both="at once", dir=way, alone=alone, lending=lending,
@@ -278,6 +342,7 @@ def all_load_the_same(processes: list[Process], name: str, options: argparse.Nam
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="the borrower's, then lenders' (0 1)")
+    parser.add_argument("--lend", action="store_true", help="each process has host memory of its own")
     parser.add_argument("--host", action="store_true", help="host devices")
     parser.add_argument("--nbytes", type=int, default=1 << 30, help="of a transfer (default 1 GiB)")
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
@@ -297,12 +362,13 @@ def main() -> int:
         layers, page = SHAPES[name]
         command = {"do": "open", "name": f"bench_share.{os.getpid()}", "layers": layers, "page": page}
         for process in processes:  # the first makes the pool
-            process.tell(**command, blocks=max(1, options.nbytes // (layers * page)))
+            process.tell(**command, own=options.lend, blocks=max(1, options.nbytes // (layers * page)))
             say(**process.hear())
-        if name != "61x36k":
+        if name != "61x36k" or options.lend:
             wrong += one_borrows(processes, name, options)
             wrong += both_at_once(processes, name, options)
-        wrong += all_load_the_same(processes, name, options)
+        if not options.lend:
+            wrong += all_load_the_same(processes, name, options)
         for process in processes[::-1]:
             process.tell(do="close")
             process.hear()

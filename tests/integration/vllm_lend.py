@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LIMIT = 60.0
+LIMIT = 240.0  # seconds, with the start of an engine
 
 
 class Other:

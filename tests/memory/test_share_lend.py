@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, elsewhere, until
+from conftest import PATIENCE, ROOT, elsewhere, until
 
 import kvswap
 from kvswap import info
@@ -391,3 +391,11 @@ def test_chunks_end_between_rows() -> None:
             pass
         memory.unmap()
     os.close(fd)
+
+
+@pytest.mark.slow
+def test_engines_killed_and_stopped_at_random() -> None:
+    """A few turns; 50 kills take `python tests/random/kill_lenders.py 200 1`."""
+    program = [sys.executable, str(ROOT / "tests" / "random" / "kill_lenders.py"), "12", "1"]
+    done = subprocess.run(program, **elsewhere(), capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
