@@ -211,8 +211,9 @@ class Loans:
             elif loan.member is not None and loan.member.peers and not loan.said:
                 loan.said = True
                 _logger.info("this GPU's link is lent to process %d", loan.offer.pid if loan.offer else 0)
-        known = {loan.group for loan in self._loans}
-        for group in self._there():
+        known, there = {loan.group for loan in self._loans}, self._there()
+        self._not_before = {group: at for group, at in self._not_before.items() if group in there}
+        for group in there:
             if (
                 len(self._loans) < self._most
                 and group not in known

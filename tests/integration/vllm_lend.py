@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT = 240.0  # seconds, with the start of an engine
+MARK = "=> "
 
 
 class Other:
@@ -33,9 +34,11 @@ class Other:
         self.popen.stdin.flush()
 
     def hear(self) -> Any:
-        line = self.popen.stdout.readline()
+        line = "vLLM logs here too"
+        while line and not line.startswith(MARK):
+            line = self.popen.stdout.readline()
         assert line, f"the other engine ended with {self.popen.wait(LIMIT)}"
-        return json.loads(line)
+        return json.loads(line.removeprefix(MARK))
 
     def ask(self, what: str, *args: Any) -> Any:
         self.say(what, *args)
@@ -63,7 +66,7 @@ def serve(engine: Any, core: Callable[[], Any], prompt: Callable[[int, int], lis
             answer = getattr(cores[0], what)(*args)
         else:
             answer = engine.workers.call(what, *args)
-        print(json.dumps(answer), flush=True)
+        print(MARK + json.dumps(answer), flush=True)
 
 
 def until(holds: Callable[[], Any]) -> Any:
