@@ -119,7 +119,10 @@ struct kvs_shared_options {
   const char *name; /* letters, digits, '.', '_' and '-'; 1 to 100 */
   enum kvs_shared_mode mode;
   uint64_t generation; /* JOIN: the required generation; 0: any */
-  uint64_t reserved[8];
+  /* Bytes for an index, the same in each opener. Not 0: the segment belongs to all processes that have it open, and its
+   * name goes with the last one. */
+  uint64_t index_nbytes;
+  uint64_t reserved[7];
 };
 struct kvs_shared_info {
   char path[128];

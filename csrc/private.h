@@ -25,6 +25,7 @@
  *   paths/predict.h       see device/faults.h
  *   remote/exit.h         the end of a process with open clients of Mooncake, which only Python opens
  *   remote/header.h       headers of blocks in Mooncake's memory, whose client is Python's
+ *   replicas/index.h      the index of blocks that the replicas of an engine share: for kvswap.vllm alone
  *   share/share.h         kvswap.share: sharing links between the ranks of an engine, which are Python's processes
  */
 #ifndef KVS_PRIVATE_H

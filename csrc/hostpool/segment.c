@@ -8,7 +8,10 @@
  * of the one before. The only reference to the locked description is a mapping that children of fork() do not get and
  * that exec() removes, so that the lock ends with the owner, and not with its children; nor does a program that closes
  * all its descriptors lose it. Another process may replace a stale segment at any time, so a process that removes one
- * locks the file (flock, which is independent of the owner's lock) and then checks that the name still refers to it. */
+ * locks the file (flock, which is independent of the owner's lock) and then checks that the name still refers to it.
+ *
+ * A segment with an index belongs to all processes that have opened it: each holds a shared lock, and the last one that
+ * leaves removes the name. One that joins takes its lock under flock, so that the last one does not leave meanwhile. */
 #include "hostpool/segment.h"
 
 #include <dirent.h>
@@ -35,7 +38,7 @@
 #define PREFIX "kvswap."
 
 enum {
-  VERSION = 2,
+  VERSION = 3,
   UNLOCKED_VERSION = 1,
   NAME_NBYTES = 100,
   TRIES = 1000,
@@ -56,6 +59,7 @@ struct header {
   /* Specific to this version. */
   uint64_t num_blocks, slot_nbytes, layers, layer_first;
   uint64_t words_offset, data_offset, file_nbytes;
+  uint64_t index_offset, index_nbytes; /* index_nbytes 0: no index */
 };
 
 /* -- owners ---------------------------------------------------------------------------------------------------- */
@@ -67,7 +71,7 @@ static uint64_t pid_space(void) {
 
 static const struct flock OWNERS_LOCK = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
 
-/* Whether a process holds the owner's lock. Takes no lock, so that no two askers see each other. */
+/* Whether a process holds an owner's lock, shared or not. Takes no lock, so that no two askers see each other. */
 static bool is_owned(int fd) {
   struct flock lock = OWNERS_LOCK;
   return fcntl(fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
@@ -121,20 +125,33 @@ static bool lock_file(int fd, int tries) {
   return true;
 }
 
-/* Unlink a name and close the file. KVS_NOT_READY: the name refers to another file. KVS_TIMEOUT: another process holds
- * the lock. */
-static int remove_name(int folder, const char *path, int fd, const struct stat *file, int tries,
-                       struct kvs_error *err) {
+/* Unlink a name and close the file. stale_of: only if it is still stale; NULL: in any case. KVS_NOT_READY: the name
+ * refers to another file, or the file is not stale. KVS_TIMEOUT: another process holds the lock. */
+static int remove_name(int folder, const char *path, int fd, const struct stat *file, const struct header *stale_of,
+                       int tries, struct kvs_error *err) {
   int status = KVS_NOT_READY;
   if (!lock_file(fd, tries))
     status = kvs_fail(err, KVS_TIMEOUT,
                       "%s was left behind by a process that died, and another one that is about to remove it does not "
                       "go on: end that (fuser names it), or take another name",
                       path);
-  else if (still_there(folder, path, file) && unlinkat(folder, path, 0) == 0)
+  else if ((!stale_of || stale(fd, stale_of)) && still_there(folder, path, file) && unlinkat(folder, path, 0) == 0)
     status = KVS_OK;
   close(fd);
   return status;
+}
+
+int kvs_shared_file_lock(const struct kvs_shared_file *segment, int *fd, struct kvs_error *err) {
+  struct stat file = {.st_ino = segment->inode, .st_dev = segment->device};
+  *fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (*fd < 0 || !still_there(AT_FDCWD, segment->path, &file)) {
+    if (*fd >= 0) close(*fd);
+    return kvs_fail(err, KVS_CLOSED, "%s was removed meanwhile", segment->path);
+  }
+  if (lock_file(*fd, LOCK_TRIES)) return KVS_OK;
+  close(*fd);
+  return kvs_fail(err, KVS_TIMEOUT, "%s is locked by another process that does not go on (fuser names it)",
+                  segment->path);
 }
 
 /* -- cleaning -------------------------------------------------------------------------------------------------- */
@@ -175,7 +192,7 @@ static bool clean_one(int folder, const char *name) {
   struct kvs_error ignored;
   int fd;
   if (look(folder, name, &fd, &stat_of, &header, &ignored)) return false;
-  if (stale(fd, &header)) return remove_name(folder, name, fd, &stat_of, 1, &ignored) == KVS_OK;
+  if (stale(fd, &header)) return remove_name(folder, name, fd, &stat_of, &header, 1, &ignored) == KVS_OK;
   close(fd);
   return false;
 }
@@ -229,6 +246,7 @@ static int lock_as_owner_locked(struct kvs_shared_file *segment, const char *pat
   struct flock lock = OWNERS_LOCK;
   int code = 0, fd = open(path, O_RDWR | O_CLOEXEC); /* another description than that of the memory */
   if (fd < 0) return errno;
+  if (segment->together) lock.l_type = F_RDLCK;
   void *page = fcntl(fd, F_OFD_SETLK, &lock) == 0 ? mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
   if (page == MAP_FAILED) {
     code = errno;
@@ -272,19 +290,39 @@ static void disown(struct kvs_shared_file *segment) {
 void kvs_shared_file_unlink(struct kvs_shared_file *segment) {
   struct stat file = {.st_ino = segment->inode, .st_dev = segment->device};
   struct kvs_error ignored;
-  if (!segment->owner || segment->owner_pid != getpid()) return;
+  if (!segment->owner || segment->together || segment->owner_pid != getpid()) return;
   int fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (fd >= 0) (void)remove_name(AT_FDCWD, segment->path, fd, &file, LOCK_TRIES, &ignored);
+  if (fd >= 0) (void)remove_name(AT_FDCWD, segment->path, fd, &file, NULL, LOCK_TRIES, &ignored);
+}
+
+/* One of several owners leaves: the last one removes the name. Where the file cannot be locked, the next process that
+ * makes a segment does. */
+static void leave(struct kvs_shared_file *segment) {
+  struct stat file = {.st_ino = segment->inode, .st_dev = segment->device};
+  int fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  bool locked = fd >= 0 && lock_file(fd, LOCK_TRIES);
+  disown(segment);
+  if (locked && !is_owned(fd) && still_there(AT_FDCWD, segment->path, &file)) (void)unlink(segment->path);
+  if (fd >= 0) close(fd);
 }
 
 /* Unlink the segments of pools that were never closed. */
 __attribute__((destructor)) static void unlink_owned(void) {
-  for (struct kvs_shared_file *segment = owned; segment; segment = segment->next) kvs_shared_file_unlink(segment);
+  for (struct kvs_shared_file *segment = owned, *next; segment; segment = next) {
+    next = segment->next;
+    if (segment->together)
+      leave(segment);
+    else
+      kvs_shared_file_unlink(segment);
+  }
 }
 
 void kvs_shared_file_close(struct kvs_shared_file *segment) {
   kvs_shared_file_unlink(segment);
-  disown(segment);
+  if (segment->together)
+    leave(segment);
+  else
+    disown(segment);
   free(segment);
 }
 
@@ -308,34 +346,38 @@ static int check_name(const char *name, struct kvs_error *err) {
                   (int)NAME_NBYTES);
 }
 
-static void fill_header(const struct kvs_host_pool *pool, struct header *header) {
+static void fill_header(const struct kvs_segment_shape *shape, struct header *header) {
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
   *header = (struct header){.version = VERSION, .header_nbytes = sizeof *header, .owner_pid = getpid()};
   memcpy(header->magic, MAGIC, sizeof MAGIC);
   header->owner_start = kvs_process_start(header->owner_pid);
   header->pid_space = pid_space();
-  header->num_blocks = pool->num_blocks;
-  header->slot_nbytes = pool->asked.slot_nbytes;
-  header->layers = pool->asked.layers;
-  header->layer_first = pool->asked.layer_first;
+  header->num_blocks = shape->num_blocks;
+  header->slot_nbytes = shape->slot_nbytes;
+  header->layers = shape->layers;
+  header->layer_first = shape->layer_first;
   header->words_offset = page;
-  header->data_offset = kvs_round_up(page + pool->num_blocks * sizeof(uint32_t), page);
-  header->file_nbytes = header->data_offset + kvs_host_pool_room(pool);
+  header->index_offset = kvs_round_up(page + shape->num_blocks * sizeof(uint32_t), page);
+  header->index_nbytes = shape->index_nbytes;
+  header->data_offset = kvs_round_up(header->index_offset + shape->index_nbytes, page);
+  header->file_nbytes = header->data_offset + shape->room_nbytes;
 }
 
-/* Map the whole file, aligned so that its 2 MiB pages can be huge pages in memory. */
-static int map_file(struct kvs_shared_file *segment, int fd, const struct header *header, struct kvs_error *err) {
-  uint64_t base;
-  int status = kvs_pages_reserve(header->file_nbytes, 0, &base, err);
+/* Map the file, or what is before its blocks, aligned so that its 2 MiB pages can be huge pages in memory. */
+static int map_file(struct kvs_shared_file *segment, int fd, const struct header *header, bool blocks,
+                    struct kvs_error *err) {
+  uint64_t base, nbytes = blocks ? header->file_nbytes : header->data_offset;
+  int status = kvs_pages_reserve(nbytes, 0, &base, err);
   if (status) return status;
-  if (mmap((void *)(uintptr_t)base, header->file_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
-      MAP_FAILED) {
+  if (mmap((void *)(uintptr_t)base, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
     status = kvs_fail(err, KVS_NOMEM, "%s cannot be mapped: %s", segment->path, strerror(errno));
-    kvs_pages_unmap(base, header->file_nbytes);
+    kvs_pages_unmap(base, nbytes);
     return status;
   }
   segment->map_base = base;
-  segment->map_nbytes = header->file_nbytes;
+  segment->map_nbytes = nbytes;
+  segment->index_nbytes = header->index_nbytes;
+  segment->index = header->index_nbytes ? (void *)(uintptr_t)(base + header->index_offset) : NULL;
   segment->data_offset = header->data_offset;
   segment->words = (uint32_t *)(uintptr_t)(base + header->words_offset);
   segment->num_blocks = header->num_blocks;
@@ -348,7 +390,7 @@ static int map_file(struct kvs_shared_file *segment, int fd, const struct header
 static int check_room(const struct kvs_host_pool *pool, uint64_t nbytes, struct kvs_error *err) {
   char wanted[KVS_SIZE_TEXT], there[KVS_SIZE_TEXT];
   struct statvfs room;
-  int status = kvs_host_pool_afford(pool, nbytes, err);
+  int status = pool ? kvs_host_pool_afford(pool, nbytes, err) : KVS_OK;
   if (status || statvfs(FOLDER, &room) != 0) return status;
   uint64_t left = (uint64_t)room.f_bavail * room.f_frsize;
   if (room.f_blocks == 0 || nbytes <= left) return KVS_OK; /* f_blocks 0: unlimited */
@@ -380,16 +422,17 @@ static int make_file(const struct kvs_host_pool *pool, struct header *header, in
 }
 
 /* KVS_NOT_READY: the name exists already. */
-static int create(const struct kvs_host_pool *pool, struct kvs_shared_file *segment, struct kvs_error *err) {
+static int create(const struct kvs_segment_shape *shape, const struct kvs_host_pool *pool,
+                  struct kvs_shared_file *segment, struct kvs_error *err) {
   struct header header;
   struct stat stat_of;
   char link[64];
   int fd;
-  fill_header(pool, &header);
+  fill_header(shape, &header);
   if (access(segment->path, F_OK) == 0) return KVS_NOT_READY;
   int status = make_file(pool, &header, &fd, err);
   if (status) return status;
-  status = map_file(segment, fd, &header, err);
+  status = map_file(segment, fd, &header, pool != NULL, err);
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   if (!status) {
     status = own(segment, link, err);
@@ -410,10 +453,10 @@ static int create(const struct kvs_host_pool *pool, struct kvs_shared_file *segm
   return KVS_OK;
 }
 
-static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared, const char *path,
+static int check_same(const struct kvs_segment_shape *shape, const struct kvs_shared_options *shared, const char *path,
                       const struct header *header, const struct stat *stat_of, struct kvs_error *err) {
   struct header wanted;
-  fill_header(pool, &wanted);
+  fill_header(shape, &wanted);
   if (header->version != VERSION || header->header_nbytes != sizeof *header)
     return kvs_fail(err, KVS_INVALID, "%s was made by another version of kvswap (format %u, this one has %d)", path,
                     (unsigned)header->version, (int)VERSION);
@@ -425,6 +468,7 @@ static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_
                 {"layers", header->layers, wanted.layers},
                 {"layout (1: layer-first)", header->layer_first, wanted.layer_first},
                 {"words_offset", header->words_offset, wanted.words_offset},
+                {"index_nbytes", header->index_nbytes, wanted.index_nbytes},
                 {"data_offset", header->data_offset, wanted.data_offset},
                 {"file_nbytes", header->file_nbytes, wanted.file_nbytes},
                 {"its length", (uint64_t)stat_of->st_size, wanted.file_nbytes},
@@ -459,8 +503,20 @@ static int check_owner(const struct kvs_shared_options *shared, const char *path
   return KVS_OK;
 }
 
+/* Own an open segment with others. KVS_NOT_READY: meanwhile it became stale, or another has its name. */
+static int own_too(int fd, struct kvs_shared_file *segment, const struct header *header, const struct stat *file,
+                   struct kvs_error *err) {
+  char link[64];
+  if (!lock_file(fd, LOCK_TRIES))
+    return kvs_fail(err, KVS_TIMEOUT, "%s is locked by another process that does not go on (fuser names it)",
+                    segment->path);
+  if (stale(fd, header) || !still_there(AT_FDCWD, segment->path, file)) return KVS_NOT_READY;
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  return own(segment, link, err);
+}
+
 /* KVS_RANGE: not found. KVS_NOT_READY: a stale segment was removed, try again. */
-static int join(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
+static int join(const struct kvs_segment_shape *shape, const struct kvs_shared_options *shared, bool blocks,
                 struct kvs_shared_file *segment, bool *replaced, struct kvs_error *err) {
   struct header header;
   struct stat stat_of;
@@ -468,7 +524,7 @@ static int join(const struct kvs_host_pool *pool, const struct kvs_shared_option
   if (status) return status;
   bool left_behind = stale(fd, &header);
   if (left_behind && shared->mode != KVS_SHARED_JOIN) {
-    status = remove_name(AT_FDCWD, segment->path, fd, &stat_of, LOCK_TRIES, err);
+    status = remove_name(AT_FDCWD, segment->path, fd, &stat_of, &header, LOCK_TRIES, err);
     *replaced = !status || *replaced;
     return status == KVS_TIMEOUT ? status : KVS_NOT_READY;
   }
@@ -477,26 +533,35 @@ static int join(const struct kvs_host_pool *pool, const struct kvs_shared_option
                       segment->path, header.owner_pid);
   else
     status = check_owner(shared, segment->path, &header, err);
-  if (!status) status = check_same(pool, shared, segment->path, &header, &stat_of, err);
-  if (!status) status = map_file(segment, fd, &header, err);
-  close(fd);
+  if (!status) status = check_same(shape, shared, segment->path, &header, &stat_of, err);
   segment->device = stat_of.st_dev;
   segment->inode = stat_of.st_ino;
+  bool owns = !status && segment->together;
+  if (owns) {
+    status = own_too(fd, segment, &header, &stat_of, err);
+    owns = !status;
+  }
+  if (!status) status = map_file(segment, fd, &header, blocks, err);
+  (void)flock(fd, LOCK_UN); /* the mapping keeps the description, and with it the lock */
+  close(fd);
+  if (status && owns) leave(segment);
   return status;
 }
 
-int kvs_shared_file_open(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
-                         struct kvs_shared_file **made, bool *replaced, struct kvs_error *err) {
+int kvs_shared_file_open(const struct kvs_segment_shape *shape, const struct kvs_shared_options *shared,
+                         const struct kvs_host_pool *pool, struct kvs_shared_file **made, bool *replaced,
+                         struct kvs_error *err) {
   int status = check_name(shared->name, err);
   struct kvs_shared_file *segment = status ? NULL : calloc(1, sizeof *segment);
   if (!segment) return status ? status : kvs_fail(err, KVS_NOMEM, "no memory for a shared pool");
   snprintf(segment->path, sizeof segment->path, "%s/%s%s", FOLDER, PREFIX, shared->name);
+  segment->together = shape->index_nbytes != 0;
   *replaced = shared->mode != KVS_SHARED_JOIN && kvs_shared_clean(NULL, 0) > 0;
   status = KVS_NOT_READY;
   for (int tries = 0; status == KVS_NOT_READY && tries < TRIES; tries++) {
-    if (shared->mode != KVS_SHARED_JOIN) status = create(pool, segment, err);
+    if (shared->mode != KVS_SHARED_JOIN) status = create(shape, pool, segment, err);
     if (status != KVS_NOT_READY) break;
-    status = join(pool, shared, segment, replaced, err);
+    status = join(shape, shared, pool != NULL, segment, replaced, err);
     if (status == KVS_RANGE && shared->mode != KVS_SHARED_JOIN) status = KVS_NOT_READY; /* removed meanwhile */
   }
   if (status == KVS_OK) {

@@ -49,7 +49,13 @@ int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_option
   if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
   status = kvs_host_pool_new(engine, &asked, &pool, err);
   if (status) return status;
-  status = kvs_shared_file_open(pool, shared, &pool->segment, &replaced, err);
+  const struct kvs_segment_shape shape = {.num_blocks = pool->num_blocks,
+                                          .slot_nbytes = pool->asked.slot_nbytes,
+                                          .layers = pool->asked.layers,
+                                          .layer_first = pool->asked.layer_first,
+                                          .room_nbytes = kvs_host_pool_room(pool),
+                                          .index_nbytes = shared->index_nbytes};
+  status = kvs_shared_file_open(&shape, shared, pool, &pool->segment, &replaced, err);
   if (status) {
     kvs_host_pool_delete(pool);
     return status;
@@ -113,7 +119,11 @@ int kvs_shared_get_info(struct kvs_host_pool *pool, struct kvs_shared_info *info
 int kvs_shared_unlink(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = enter(pool, err);
   if (status) return status;
-  if (pool->segment->owner)
+  if (pool->segment->together)
+    status = kvs_fail(err, KVS_INVALID,
+                      "the segment belongs to all processes that have opened it: the last one takes "
+                      "its name away");
+  else if (pool->segment->owner)
     kvs_shared_file_unlink(pool->segment);
   else
     status = kvs_fail(err, KVS_INVALID, "process %" PRId64 " owns the segment: it alone takes its name away",

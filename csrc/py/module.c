@@ -67,6 +67,7 @@ static const struct row rows[] = {
     ROW(file_transfer_type, make_transfer, &kvs_py_file_transfer_spec),
     ROW(share_type, make_type, &kvs_py_share_spec),
     ROW(share_transfer_type, make_transfer, &kvs_py_share_transfer_spec),
+    ROW(replica_index_type, make_type, &kvs_py_replica_index_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),
@@ -98,12 +99,12 @@ static PyObject **slot_of(PyObject *module, const struct row *row) {
 }
 
 static int module_exec(PyObject *module) {
-  PyMethodDef *const methods[] = {kvs_py_swap_methods,   kvs_py_move_methods,        kvs_py_note_methods,
-                                  kvs_py_race_methods,   kvs_py_pattern_methods,     kvs_py_machine_methods,
-                                  kvs_py_seam_methods,   kvs_py_calibration_methods, kvs_py_host_methods,
-                                  kvs_py_shared_methods, kvs_py_ipc_methods,         kvs_py_file_methods,
-                                  kvs_py_await_methods,  kvs_py_metrics_methods,     kvs_py_trace_methods,
-                                  kvs_py_disk_methods,   kvs_py_remote_methods,      kvs_py_codec_methods};
+  PyMethodDef *const methods[] = {
+      kvs_py_swap_methods,    kvs_py_move_methods,    kvs_py_note_methods,   kvs_py_race_methods,
+      kvs_py_pattern_methods, kvs_py_machine_methods, kvs_py_seam_methods,   kvs_py_calibration_methods,
+      kvs_py_host_methods,    kvs_py_shared_methods,  kvs_py_ipc_methods,    kvs_py_file_methods,
+      kvs_py_await_methods,   kvs_py_metrics_methods, kvs_py_trace_methods,  kvs_py_disk_methods,
+      kvs_py_remote_methods,  kvs_py_codec_methods,   kvs_py_replica_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; i++) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);

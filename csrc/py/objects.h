@@ -12,7 +12,7 @@ struct kvs_py_state {
   PyObject *device_type, *memory_type, *stream_type, *event_type, *any_transfer_type, *transfer_type, *pool_type,
       *pattern_type;
   PyObject *any_host_pool_type, *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type,
-      *file_transfer_type, *share_type, *share_transfer_type;
+      *file_transfer_type, *share_type, *share_transfer_type, *replica_index_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array;
   PyObject *s_array_method, *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race,

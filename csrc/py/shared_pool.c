@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NAME, NUM_BLOCKS, BLOCK_NBYTES, CREATE, GENERATION, COMMON };
+enum { NAME, NUM_BLOCKS, BLOCK_NBYTES, CREATE, GENERATION, INDEX, COMMON };
 
 static struct kvs_host_pool *core_of(PyObject *self) { return ((struct kvs_py_host_pool *)self)->pool; }
 
@@ -29,6 +29,8 @@ static int read_shared(PyObject *const *values, struct kvs_shared_options *share
   if (create && create != Py_None && !PyBool_Check(create))
     return kvs_py_complain(PyExc_TypeError, "create", -1, "must be a bool or None, not %s", Py_TYPE(create)->tp_name);
   shared->mode = create == Py_None ? KVS_SHARED_EITHER : create == Py_False ? KVS_SHARED_JOIN : KVS_SHARED_CREATE;
+  if (kvs_py_given(values[INDEX]) && kvs_py_uint64(values[INDEX], "index_nbytes", -1, &shared->index_nbytes) < 0)
+    return -1;
   if (!kvs_py_given(values[GENERATION])) return 0;
   if (shared->mode != KVS_SHARED_JOIN)
     return kvs_py_complain(PyExc_ValueError, "generation", -1, "is for create=False: what is created gets a new one");
@@ -38,17 +40,18 @@ static int read_shared(PyObject *const *values, struct kvs_shared_options *share
 }
 
 static PyObject *shared_pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"name", "num_blocks", "slot_nbytes", "create", "generation", KVS_PY_HOST_NAMES, NULL};
+  static char *names[] = {"name",       "num_blocks",   "slot_nbytes",     "create",
+                          "generation", "index_nbytes", KVS_PY_HOST_NAMES, NULL};
   struct kvs_host_pool_options options = {0};
   struct kvs_shared_options shared = {0};
   struct kvs_error err = {0};
   struct kvs_engine *engine;
   PyObject *values[COMMON + KVS_PY_HOST_ARGUMENTS] = {NULL}, **common = values + COMMON;
   int rc;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$OOOOOOOOOOOOO:SharedPool", names, &values[NAME],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$OOOOOOOOOOOOOO:SharedPool", names, &values[NAME],
                                    &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[CREATE], &values[GENERATION],
-                                   &common[0], &common[1], &common[2], &common[3], &common[4], &common[5], &common[6],
-                                   &common[7], &common[8], &common[9], &common[10]))
+                                   &values[INDEX], &common[0], &common[1], &common[2], &common[3], &common[4],
+                                   &common[5], &common[6], &common[7], &common[8], &common[9], &common[10]))
     return NULL;
   if (kvs_py_host_options(values[NUM_BLOCKS], values[BLOCK_NBYTES], common, &options) < 0) return NULL;
   if (read_shared(values, &shared) < 0) return NULL;
@@ -229,7 +232,7 @@ PyMethodDef kvs_py_shared_methods[] = {
 
 PyDoc_STRVAR(
     shared_pool_doc,
-    "SharedPool(name, num_blocks, slot_nbytes, *, create=True, generation=None, device=None, layers=1, "
+    "SharedPool(name, num_blocks, slot_nbytes, *, create=True, generation=None, index_nbytes=0, device=None, layers=1, "
     "layout='block-first', pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, "
     "reserve=None, progress=None, wait=True)\n--\n\n"
     "A host pool that several processes of one user map: the ranks of a model, or one copy of what all of them "
@@ -238,6 +241,8 @@ PyDoc_STRVAR(
     "create: True: create the pool, replacing one of a dead owner. False: join an existing pool; num_blocks,\n"
     "  slot_nbytes, layers and layout must be equal. None: join, or create if there is none.\n"
     "generation: with create=False: join only the segment of this generation.\n"
+    "index_nbytes: room for an index of kvswap's own, the same in each process. Not 0: the pool belongs to all\n"
+    "  processes that have opened it, and its name is removed by the last one.\n"
     "Everything else as for HostPool; pages '2MiB' and '1GiB' become 'transparent', with a notice.\n\n"
     "The creating process is the owner. The name is removed when the owner closes the pool or ends; joined processes\n"
     "keep the memory. Each process registers it with its own device. A killed owner leaves the name until the next "

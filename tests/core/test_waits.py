@@ -73,6 +73,7 @@ OPENS = "brings a device, a driver or a folder up"
 HANDLES = "a handle less; what is left to do is handed on (test_dropping_waits_for_nothing)"
 COUNTERS = "reads counters, under locks that are held over no wait (test_metrics.py)"
 THREAD = "joins a thread, which wakes at once"
+LOCK = "half a second at most, for a lock that a stopped process holds (test_replicas.py)"
 QUICK = {
     "await.c:drop_items": HANDLES,
     "calibration.c:costs_read": FILES,
@@ -90,6 +91,18 @@ QUICK = {
     "event.c:event_record": QUEUES,
     "event.c:event_wait": QUEUES,
     "event.c:event_elapsed_time": QUEUES,
+    "replicas.c:index_create": OPENS,
+    "replicas.c:index_dealloc": LOCK,
+    "replicas.c:index_find": LOCK,
+    "replicas.c:index_unpin": LOCK,
+    "replicas.c:index_touch": LOCK,
+    "replicas.c:index_take": LOCK,
+    "replicas.c:index_settle": LOCK,
+    "replicas.c:index_reset": LOCK,
+    "replicas.c:index_info": LOCK,
+    "replicas.c:index_close": LOCK,
+    "replicas.c:index_hold": LOCK,
+    "replicas.c:index_check": LOCK,
     "remote.c:run": "copies and sums the blocks of a call in memory",
     "file_calls.c:submit": QUEUES,
     "file_transfer.c:collect": HANDLES,

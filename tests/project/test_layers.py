@@ -25,7 +25,7 @@ PYTHON = sysconfig.get_paths()["include"]
 # private.h and status.c.
 FOLDERS = [
     {"py"},
-    {"share"},
+    {"share", "replicas"},
     {"offload", "files", "hostpool", "ipc", "remote"},
     {"engine"},
     {"calls"},
