@@ -605,6 +605,19 @@ def where_threads_wait() -> str:
     return ", ".join(f"{name}: {place or '?'}" for name, place in _of_threads("comm", "wchan"))
 
 
+@contextmanager
+def sums(device: kvswap.Device, **links: float) -> Iterator[None]:
+    """As if the host reached so many times one link with all links at once: d2h, h2d, both."""
+    before = _C._costs_of(device)
+    tuning = {**before["tuning"], "link_gbps_d2h": 50.0, "link_gbps_h2d": 50.0, "host_links": 2}
+    tuning |= {f"host_gbps_{name}": 50.0 * times for name, times in links.items()}
+    bindings.costs_use(device, {**before, "tuning": tuning})
+    try:
+        yield
+    finally:
+        bindings.costs_use(device, before)
+
+
 class Gate:
     """Holds streams up, until opened, by a word in pinned memory that they wait for: no time is involved.
 

@@ -10,6 +10,7 @@
 
 #include "base/wait.h"
 #include "plan/plan.h"
+#include "share/limit.h"
 #include "share/pools.h"
 
 enum {
@@ -175,12 +176,15 @@ static bool helps(const struct kvs_share *share, const struct kvs_share_link *li
   return link->state == KVS_LINK_LIVE && link->lends && now >= link->paused_ns && (direction == KVS_H2D || writes);
 }
 
-static double shares_of_others(const struct kvs_share *share, enum kvs_direction direction) {
+static unsigned count_helpers(const struct kvs_share *share, enum kvs_direction direction) {
   uint64_t now = kvs_clock_ns();
-  double shares = 0;
-  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)
-    if (helps(share, &share->links[i], direction, now)) shares += share->asked.share;
-  return shares;
+  unsigned helpers = 0;
+  for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) helpers += helps(share, &share->links[i], direction, now);
+  return helpers;
+}
+
+static double shares_of_others(const struct kvs_share *share, enum kvs_direction direction) {
+  return kvs_limit_shares(share, direction, count_helpers(share, direction) * share->asked.share);
 }
 
 /* The next pieces of a job that is not shared, onto `again`: the own link's share of what is left, but for OWN_LAST
@@ -745,9 +749,12 @@ static bool ask_shared(struct kvs_share *share, struct kvs_share_link *link, str
 static bool share_out(struct kvs_share *share, struct kvs_share_link *link, struct kvs_share_job *job, uint64_t now) {
   bool changed = false;
   if (!helps(share, link, job->direction, now) || share->stop) return false;
+  unsigned helpers = count_helpers(share, job->direction);
+  unsigned most = kvs_limit_pieces(share, link, job->direction, helpers * share->asked.share, helpers);
   for (unsigned i = 0; i < share->nslots && job->head < job->tail; i++) {
     struct kvs_share_slot *slot = &link->slots[i];
-    if (slot->state != KVS_SLOT_FREE) continue;
+    if (slot->state != KVS_SLOT_FREE || !most) continue;
+    most--;
     slot->job = job;
     slot->piece = (uint32_t)--job->tail;
     slot->state = KVS_SLOT_FILLING;

@@ -17,6 +17,7 @@
 #include "memory/memory.h"
 #include "memory/range.h"
 #include "share/bring.h"
+#include "share/limit.h"
 #include "share/pools.h"
 #include "share/receive.h"
 
@@ -401,6 +402,8 @@ static bool take_message(struct kvs_share *share, struct kvs_share_link *link,
   case KVS_SHARE_REPORT:
     kvs_receive_report(share, link, message);
     return true;
+  case KVS_SHARE_BUSY:
+    return kvs_limit_hear(link, message);
   case KVS_SHARE_BYE:
     link->left = true;
     return false;
@@ -416,6 +419,7 @@ static bool read_link(struct kvs_share *share, struct kvs_share_link *link) {
   for (; messages < MOST_MESSAGES && link->state == KVS_LINK_LIVE; messages++) {
     enum kvs_share_got got = kvs_share_receive(link->socket, message);
     if (got == KVS_SHARE_NONE && !link->broken) break;
+    link->unheard = 0;
     if (got != KVS_SHARE_GOT || !take_message(share, link, message)) lose(share, link);
   }
   return messages > 0;
@@ -462,6 +466,7 @@ static bool round_locked(struct kvs_share *share) {
     if (share->links[i].state == KVS_LINK_LIVE) changed |= read_link(share, &share->links[i]);
   changed |= kvs_bring_step(share);
   changed |= kvs_receive_step(share);
+  kvs_limit_tell(share);
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) changed |= bury(share, &share->links[i]);
   return changed;
 }

@@ -87,6 +87,8 @@ struct kvs_share_link {
   bool broken;         /* a message could not be sent, or its process has ended: the link ends in this round */
   bool said;           /* GONE: BYE was sent */
   bool lends;          /* pieces may be asked of it */
+  uint32_t busy, told; /* directions of unfinished jobs, a bit each: its own, and this member's, as it was told them */
+  unsigned unheard;    /* times that it was told, since its last message */
   /* As receiver: */
   uint64_t near;           /* address of the slots */
   struct kvs_pool **pools; /* the slots, as blocks: one pool for each pool of the host */

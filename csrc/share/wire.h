@@ -11,8 +11,16 @@ enum { KVS_SHARE_BLOCKS = 1024 /* most blocks of a piece */ };
  * key, from the receiver's own GPU, once it is there. REPORT: how the sender's part of the shared store of that key has
  * ended; ids are the failed positions. DROP: forget a TAKE that has not begun. DONE:
  * the answer to each TAKE, after the last access to the slot; `status` KVS_OK, KVS_CANCELLED (dropped), or a failure.
+ * BUSY: the sender has unfinished loads or stores in these directions, a bit each (limit.h).
  * BYE: the sender accesses no slot of the receiver any more; the last message. */
-enum kvs_share_kind { KVS_SHARE_TAKE = 1, KVS_SHARE_DROP, KVS_SHARE_DONE, KVS_SHARE_BYE, KVS_SHARE_REPORT };
+enum kvs_share_kind {
+  KVS_SHARE_TAKE = 1,
+  KVS_SHARE_DROP,
+  KVS_SHARE_DONE,
+  KVS_SHARE_BYE,
+  KVS_SHARE_REPORT,
+  KVS_SHARE_BUSY
+};
 
 struct kvs_share_message {
   uint32_t magic;

@@ -7,13 +7,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, bindings, run_python, second_device, until, usable
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, run_python, second_device, sums, until, usable
 from transfers import (
     CALLS,
     D2H,
@@ -31,7 +31,7 @@ from transfers import (
 )
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import testing
 from kvswap.codecs import Coding
 
 KIB = 1 << 10
@@ -305,19 +305,6 @@ def test_a_link_serves_one_lane_that_waits(device: kvswap.Device, lent: kvswap.D
 
 
 # -- the host's sum ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def sums(device: kvswap.Device, **links: float) -> Iterator[None]:
-    """The host reaches so many times one link: d2h, h2d, both."""
-    before = _C._costs_of(device)
-    tuning = {**before["tuning"], "link_gbps_d2h": 50.0, "link_gbps_h2d": 50.0, "host_links": 2}
-    tuning |= {f"host_gbps_{name}": 50.0 * times for name, times in links.items()}
-    bindings.costs_use(device, {**before, "tuning": tuning})
-    try:
-        yield
-    finally:
-        bindings.costs_use(device, before)
 
 
 def test_no_more_is_borrowed_than_the_host_reaches(device: kvswap.Device, lent: kvswap.Device, direction: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, elsewhere, until
+from conftest import PATIENCE, Buffer, Gate, elsewhere, sums, until
 
 import kvswap
 from kvswap import info, share, testing
@@ -506,7 +506,7 @@ def test_closing_ends_what_has_begun(here: Here, other: Other) -> None:
 # -- one that breaks the rules -----------------------------------------------------------------------------------------
 
 _MESSAGE = struct.Struct("<IHHIiIIIIQQ")
-_MAGIC, TAKE, DROP, DONE, BYE = 0x3153564B, 1, 2, 3, 4
+_MAGIC, TAKE, DROP, DONE, BYE, BUSY = 0x3153564B, 1, 2, 3, 4, 6
 
 
 class Rogue:
@@ -651,6 +651,89 @@ def test_all_answers_in_all_orders(here: Here, rogue: Rogue, old_at: int) -> Non
             dropped += 1
     until(lambda: here.member.stats()["answers_dropped"] == dropped)
     assert here.member.stats()["pieces_late"] == here.member.stats()["links_lost"] == 0
+
+
+def most_asked(here: Here, rogue: Rogue, store: bool, busy: int, told: list[int]) -> int:
+    """Pieces that are on their way at once, while the other member is busy in these directions. All come."""
+    most, takes = 0, []
+
+    def other_side() -> None:
+        nonlocal most
+        while not rogue.quiet():
+            kind, *take = rogue.hear()
+            if kind == TAKE:
+                takes.append(take)
+            elif kind == BUSY:
+                told.append(take[2])
+        most = max(most, len(takes))
+        while takes:
+            answer(rogue, takes.pop(), True)
+
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: [other_side() for _ in iter(done.is_set, True)])
+    rogue.say(BUSY, direction=busy)
+    try:
+        (here.check_store if store else here.check_load)(BLOCKS, thread.start)
+    finally:
+        done.set()
+        thread.join(PATIENCE)
+        other_side()
+    return most
+
+
+LOADS, STORES = 2, 1  # bits of BUSY
+
+
+@pytest.mark.parametrize(
+    ("store", "busy", "reached", "pieces"),
+    [
+        (False, 0, {"h2d": 1.9}, 4),
+        (False, 0, {"h2d": 1.5}, 2),
+        (False, 0, {"h2d": 1.05}, 0),
+        (True, 0, {"d2h": 1.5, "h2d": 1.05}, 2),
+        (False, LOADS, {"h2d": 3.0}, 2),  # a link is left, and two members have the same right to it
+        (False, LOADS, {"h2d": 2.05}, 0),
+        (False, STORES, {"h2d": 1.9, "d2h": 1.0, "both": 1.9}, 4),
+        (True, LOADS, {"both": 2.9}, 0),
+        (True, LOADS, {"both": 3.2}, 4),
+    ],
+)
+def test_no_more_is_asked_than_the_host_reaches(
+    here: Here, rogue: Rogue, store: bool, busy: int, reached: dict[str, float], pieces: int
+) -> None:
+    found: list[int] = []
+    told: list[int] = []
+    with sums(here.device, **reached):
+
+        def asks() -> bool:
+            found.append(most_asked(here, rogue, store, busy, told))
+            return found[-1] == pieces
+
+        until(asks, "pieces on their way")
+    assert max(found) == pieces
+    own = [STORES if store else LOADS, 0]
+    assert told[-2:] == (own if pieces else told and own), "a job that begins and ends in one round is not told"
+    assert here.member.peers == (1,)
+
+
+def test_a_member_that_does_not_read_is_told_no_more(here: Here, rogue: Rogue) -> None:
+    """Its link stays. Once it has said something, it is told the latest."""
+    stream = kvswap.Stream(here.device)
+    with sums(here.device, h2d=1), Gate(here.device) as gate:
+        for _ in range(15):  # each is told twice, unless it ends before the thread has seen it
+            gate.hold(stream)
+            load = here.member.load(range(9), range(9), after=stream)
+            time.sleep(0.003)
+            gate.open()
+            load.wait(PATIENCE)
+            gate.close()
+        told = 0
+        while not rogue.quiet():
+            told += rogue.hear()[0] == BUSY
+        assert told <= 16 and here.member.peers == (1,)
+        rogue.say(BUSY)
+        until(lambda: here.check_load(BLOCKS).done() and not rogue.quiet(), "it is told again")
+        assert rogue.hear()[0] == BUSY
 
 
 @pytest.mark.parametrize("store", [False, True])
