@@ -18,8 +18,10 @@ mkdir -p "$work/tree" "$work/source"
 rm -rf "$work"/tree/lmcache/{*.so,tools}
 "$python" -m pip download -qq --no-deps --no-binary :all: --no-build-isolation -d "$work/source" "lmcache==$version"
 tar -xf "$work"/source/lmcache-*.tar.gz -C "$work/source"
-nvcc=$(command -v nvcc) headers=$("$python" -c "import nvidia.cu13 as made; print(*made.__path__, sep='/include:')")/include
-export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}} CPATH=$headers CFLAGS=-g0 # torch wants headers that come with its wheels
+headers=$("$python" -c "import nvidia.cu13 as made; print(*made.__path__, sep='/include:')")/include # that torch wants
+: > "$work/nothing.cu"
+cuda=$(nvcc --dryrun -c "$work/nothing.cu" 2>&1 | sed -n 's/^#\$ TOP=//p') # nvcc may be a script that starts another
+export CUDA_HOME=${CUDA_HOME:-$cuda} CPATH=$headers CFLAGS=-g0
 export TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=${JOBS:-2} NVCC_THREADS=1
 (cd "$work/source/lmcache-$version" && "$python" setup.py -q build_ext --build-lib "$work/built" > "$work/log" 2>&1) ||
   { grep -m 5 error "$work/log"; exit 1; }
