@@ -31,7 +31,8 @@ KINDS = {
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    names = ("KVSWAP_CUDA", "KVSWAP_NVCC", "KVSWAP_URING", "KVSWAP_SANITIZE", "KVSWAP_DEBUG", "LD_PRELOAD", "MAKEFLAGS")
+    names = ("KVSWAP_CUDA", "KVSWAP_NVCC", "KVSWAP_URING", "KVSWAP_SANITIZE", "KVSWAP_DEBUG", "LD_PRELOAD", "MAKEFLAGS",
+             "KVSWAP_ARCHS")  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
         command, cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=280, check=False

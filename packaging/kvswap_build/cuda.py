@@ -21,6 +21,15 @@ SOURCE = "csrc/kernels/fatbin.cu"
 REQUIREMENTS = [f"{name}=={version}" for name, version in INDEX.items()]
 
 
+def architectures():
+    """Those of SASS that KVSWAP_ARCHS names, all of them if it is not set."""
+    text = os.environ.get("KVSWAP_ARCHS", "")
+    given = text.split(",") if text else SASS
+    if set(given) - set(SASS):
+        raise SystemExit(f"KVSWAP_ARCHS={text!r}: must be some of {','.join(SASS)}, with commas between them")
+    return tuple(arch for arch in SASS if arch in given)
+
+
 def index_libraries():
     """Paths of NVRTC and nvFatbin, of the packages in INDEX; None where one is missing."""
     spec = importlib.util.find_spec("nvidia")
@@ -67,9 +76,9 @@ def compile_fatbin(nvcc, target, flags=()):
     if nvcc == "index":
         return compile_by_index(target)
     known = run(nvcc, "--list-gpu-code").split()
-    sass = [arch for arch in SASS if f"sm_{arch}" in known]
+    sass = [arch for arch in architectures() if f"sm_{arch}" in known]
     if not sass:
-        raise OSError(f"{nvcc} compiles for none of {', '.join('sm_' + arch for arch in SASS)}")
+        raise OSError(f"{nvcc} compiles for none of {', '.join('sm_' + arch for arch in architectures())}")
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sass]
     codes += [f"-gencode=arch=compute_{sass[0]},code=compute_{sass[0]}"]
     command = [nvcc, "--fatbin", "--no-compress", "-O3", "-std=c++17", "--threads=0", "-Icsrc", *flags, *codes]
@@ -84,7 +93,8 @@ def compile_by_index(target):
     compiler = nvrtc.Compiler(*libraries)
     if not INDEX["nvidia-cuda-nvrtc-cu12"].startswith(compiler.version + "."):
         raise OSError(f"{libraries[0]} is of CUDA {compiler.version}: pip install {' '.join(REQUIREMENTS)}")
-    archs = [*(f"sm_{arch}" for arch in SASS), f"compute_{SASS[0]}"]
+    sass = architectures()
+    archs = [*(f"sm_{arch}" for arch in sass), f"compute_{sass[0]}"]
     if is_stale(target, " ".join(archs), *libraries, nvrtc.__file__):
         target.write_bytes(compiler.fatbin(SOURCE, archs, ["-Icsrc"]))
         target.with_suffix(".txt").write_text(" ".join(archs))

@@ -2,6 +2,7 @@
 
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
+  KVSWAP_ARCHS     architectures of the kernels, "80,90" say; all that cuda.py lists unless set
   KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (cuda.py lists them)
   KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
   KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without kvswap._testing (tests/bindings)

@@ -91,6 +91,17 @@ def test_a_function_that_fails_is_an_error(nvrtc: ModuleType) -> None:
         library.abs(ctypes.c_int(-7))
 
 
+def test_architectures_that_are_asked_for(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_ARCHS", "90,80")
+    assert cuda.architectures() == ("80", "90")
+    monkeypatch.delenv("KVSWAP_ARCHS")
+    assert cuda.architectures() == cuda.SASS
+    for wrong in ("91", "80, 90", "sm_90", "80,"):
+        monkeypatch.setenv("KVSWAP_ARCHS", wrong)
+        with pytest.raises(SystemExit, match="some of 80,86,89,90,100,103,120, with commas between them"):
+            cuda.architectures()
+
+
 def test_what_is_compiled_again(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     target = tmp_path / "folder" / "kvswap.fatbin"
