@@ -170,15 +170,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """The first of pytest-xdist's processes compiles the test modules; the others wait, and read what it wrote."""
-    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode:
-        return (yield)
-    with Path(__file__).open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        return (yield)
+    """The first of pytest-xdist's processes compiles the test modules; the others wait, and read what it wrote. Without
+    Python's collector, which finds nothing and takes two fifths of the time."""
+    gc.disable()
+    try:
+        if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode:
+            return (yield)
+        with Path(__file__).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
