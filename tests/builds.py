@@ -58,9 +58,16 @@ def cmake_compiler() -> list[str]:
 
 
 def build_library(folder: Path) -> None:
-    """libkvswap and the examples, by CMake with what a user leaves as it is, without kernels; installed to `prefix`."""
+    """libkvswap and the examples, by CMake with what a user leaves as it is, without kernels; installed to `prefix`.
+    But for -O1, which takes the compiler a third less than a user's -O3."""
     need(CC[0], "cmake")
-    options = ["-DKVSWAP_CUDA=off", "-DKVSWAP_WERROR=ON", "-DKVSWAP_EXAMPLES=ON", "-DCMAKE_INSTALL_LIBDIR=lib"]
+    options = [
+        "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG",
+        "-DKVSWAP_CUDA=off",
+        "-DKVSWAP_WERROR=ON",
+        "-DKVSWAP_EXAMPLES=ON",
+        "-DCMAKE_INSTALL_LIBDIR=lib",
+    ]
     succeed(["cmake", "-S", str(ROOT), "-B", str(folder / "build"), *options, *cmake_compiler()])
     succeed(["cmake", "--build", str(folder / "build"), "-j2"])
     succeed(["cmake", "--install", str(folder / "build"), "--prefix", str(folder / "prefix")])

@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--limit", type=float, help="seconds that one test may take; beyond, all stacks are printed")
     parser.addini("limit", "the same", default="300")
-    parser.addoption("--long-seconds", type=float, default=2.0, help="how long each test by the clock may go on")
+    parser.addoption("--long-seconds", type=float, default=1.0, help="how long each test by the clock may go on")
     parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/random")
     parser.addoption(
         "--device-only", action="store_true", help="leave out tests that are the same whatever --device is"

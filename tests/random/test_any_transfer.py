@@ -1,5 +1,5 @@
 """Random transfers by the paths that copy by a kernel, many of them in flight at once, against a model that runs them
-one after another. Each test takes ``--long-seconds`` (2 by default). By hand, for 100,000 transfers:
+one after another. Each test takes ``--long-seconds`` (1 by default). By hand, for 100,000 transfers:
 
     pytest tests/random/test_any_transfer.py --long-seconds 300
     pytest tests/random/test_any_transfer.py --device cuda:0 --long-seconds 120

@@ -1,5 +1,5 @@
 """Random operations over the whole public API against a model in NumPy: the program in tests/random/differential. Each
-test takes ``--long-seconds`` (2 by default). By hand, for a million operations:
+test takes ``--long-seconds`` (1 by default). By hand, for a million operations:
 
     python3 tests/random/differential --operations 1000000
     python3 tests/random/differential --device cuda:0 --operations 100000

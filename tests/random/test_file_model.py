@@ -1,4 +1,4 @@
-"""Long runs of the file tier, seeded. Each takes ``--long-seconds`` (2 by default); by hand, whole:
+"""Long runs of the file tier, seeded. Each takes ``--long-seconds`` (1 by default); by hand, whole:
 
     pytest tests/random/test_file_model.py --long-seconds 600 --long-seed 1 -s
 

@@ -1,5 +1,5 @@
 """Random programs of copies between few slots, against a model that runs them one after another. Each test takes
-``--long-seconds`` (2 by default). By hand, for a million operations and 100,000 waits for each kind of hazard:
+``--long-seconds`` (1 by default). By hand, for a million operations and 100,000 waits for each kind of hazard:
 
     pytest tests/random/test_hazards.py --long-seconds 600
     pytest tests/random/test_hazards.py --device cuda:0 --long-seconds 600
