@@ -124,6 +124,7 @@ struct kvs_host_queue {
   uint64_t random; /* deterministic: random state */
   uint64_t trace;  /* deterministic: hash of what has run */
   uint64_t clock;  /* deterministic: virtual time in ns */
+  bool manual;     /* deterministic: calls run nothing; a test chooses each step */
 
   /* constant */
   bool deterministic;

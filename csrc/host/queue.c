@@ -217,7 +217,7 @@ int kvs_host_stream_destroy(struct kvs_host_queue *queue, kvs_stream handle, str
 
 /* Deterministic: run a few steps, as a GPU would between two polls. True: nothing is runnable. */
 static bool pass_time_locked(struct kvs_host_queue *queue) {
-  if (!queue->deterministic) return false;
+  if (!queue->deterministic || queue->manual) return false;
   int64_t steps = 1 + (int64_t)kvs_host_random_locked(queue, 4);
   return kvs_host_steps_locked(queue, steps, true) < steps;
 }

@@ -40,6 +40,7 @@ static uint64_t now_locked(const struct kvs_host_queue *queue) {
 }
 
 uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below) {
+  if (queue->manual) return 0;
   queue->random++;
   return kvs_pattern_word(queue->random, 0) % below;
 }
@@ -343,6 +344,23 @@ static void step_whole_locked(struct kvs_host_queue *queue, struct kvs_host_op *
   trace_locked(queue, rotation);
 }
 
+static void step_stream_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
+  struct kvs_host_op *op = stream->head;
+  trace_locked(queue, op->seq << 8 | (uint64_t)op->kind);
+  if (is_instant(op)) {
+    run_instant_locked(queue, stream);
+    return;
+  }
+  if (op->kind == KVS_HOST_COPY)
+    step_copy_locked(queue, op);
+  else
+    step_whole_locked(queue, op);
+  if (atomic_load(queue->lost))
+    kvs_host_drop_locked(queue);
+  else if (op->unit == op->units)
+    finish_locked(queue, stream);
+}
+
 static bool step_locked(struct kvs_host_queue *queue, bool jump) {
   uint64_t wake = KVS_HOST_NEVER;
   bool more;
@@ -354,20 +372,14 @@ static bool step_locked(struct kvs_host_queue *queue, bool jump) {
     queue->clock = wake;
     return true;
   }
-  struct kvs_host_op *op = stream->head;
-  trace_locked(queue, op->seq << 8 | (uint64_t)op->kind);
-  if (is_instant(op)) {
-    run_instant_locked(queue, stream);
-    return true;
-  }
-  if (op->kind == KVS_HOST_COPY)
-    step_copy_locked(queue, op);
-  else
-    step_whole_locked(queue, op);
-  if (atomic_load(queue->lost))
-    kvs_host_drop_locked(queue);
-  else if (op->unit == op->units)
-    finish_locked(queue, stream);
+  step_stream_locked(queue, stream);
+  return true;
+}
+
+bool kvs_host_step_stream_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
+  uint64_t ignored = KVS_HOST_NEVER;
+  if (!stream->head || !ready_locked(queue, stream->head, queue->clock, &ignored)) return false;
+  step_stream_locked(queue, stream);
   return true;
 }
 
