@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/wait.h"
 #include "plan/plan.h"
 #include "share/limit.h"
 #include "share/pools.h"
@@ -67,7 +66,7 @@ static void end_if_over(struct kvs_share *share, struct kvs_share_job *job) {
   job->state = job->nfailed || job->error.status ? KVS_STATE_FAILED : KVS_STATE_DONE;
   if (job->nfailed && !job->error.status)
     kvs_fail(&job->error, KVS_INTERNAL, "%zu blocks were not copied", job->nfailed);
-  job->ended_ns = kvs_clock_ns();
+  job->ended_ns = kvs_share_now(share);
   if (job->start) (void)kvs_dev_event_destroy(share->engine->device, job->start, &ignored);
   job->start = 0;
   struct kvs_share_job **at = &share->jobs;
@@ -177,7 +176,7 @@ static bool helps(const struct kvs_share *share, const struct kvs_share_link *li
 }
 
 static unsigned count_helpers(const struct kvs_share *share, enum kvs_direction direction) {
-  uint64_t now = kvs_clock_ns();
+  uint64_t now = kvs_share_now(share);
   unsigned helpers = 0;
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) helpers += helps(share, &share->links[i], direction, now);
   return helpers;
@@ -367,7 +366,7 @@ static bool ask(struct kvs_share *share, struct kvs_share_link *link, struct kvs
   message->digest = job->digest;
   message->count = (uint32_t)blocks_of(share, job, slot->piece);
   for (uint32_t i = 0; i < message->count; i++) message->ids[i] = (uint32_t)job->host[first + i];
-  if (idle) link->heard_ns = kvs_clock_ns();
+  if (idle) link->heard_ns = kvs_share_now(share);
   slot->state = KVS_SLOT_ASKED;
   slot->recalled = false;
   if (!kvs_share_send(link->socket, message)) link->broken = true;
@@ -557,7 +556,7 @@ static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
   struct kvs_share_message *message = &share->message;
   if (job->told || job->left || !job->key || job->direction != KVS_D2H) return false;
   job->told = true;
-  job->told_ns = kvs_clock_ns();
+  job->told_ns = kvs_share_now(share);
   *message = (struct kvs_share_message){
       .kind = KVS_SHARE_REPORT, .key = job->key, .digest = job->digest, .why = job->error.status};
   for (size_t i = 0; i < job->count; i++)
@@ -627,7 +626,7 @@ bool kvs_receive_done(struct kvs_share *share, struct kvs_share_link *link, cons
     share->stats.answers_dropped++;
     return true;
   }
-  link->heard_ns = kvs_clock_ns();
+  link->heard_ns = kvs_share_now(share);
   if (slot->state == KVS_SLOT_LATE) {
     end_late(share, slot);
     return true;
@@ -792,7 +791,7 @@ static bool job_step(struct kvs_share *share, struct kvs_share_job *job, uint64_
 }
 
 bool kvs_receive_step(struct kvs_share *share) {
-  uint64_t now = kvs_clock_ns();
+  uint64_t now = kvs_share_now(share);
   bool changed = moves_end(share);
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
     struct kvs_share_link *link = &share->links[i];
@@ -880,7 +879,7 @@ static int job_new(struct kvs_share *share, enum kvs_direction direction, const 
   job->direction = direction;
   job->count = count;
   job->npieces = job->left = job->tail = (count + share->piece_blocks - 1) / share->piece_blocks;
-  job->since_ns = kvs_clock_ns();
+  job->since_ns = kvs_share_now(share);
   job->host = calloc(room, sizeof *job->host);
   job->gpu = calloc(room, sizeof *job->gpu);
   job->again = calloc(job->npieces + 1, sizeof *job->again);

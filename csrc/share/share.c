@@ -143,13 +143,11 @@ static int share_start(struct kvs_share *share, struct kvs_error *err) {
   return KVS_OK;
 }
 
-int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **made, struct kvs_error *err) {
+int kvs_share_new(const struct kvs_share_options *asked, struct kvs_share **made, struct kvs_error *err) {
   int status = check(asked, err);
   if (status) return status;
   struct kvs_engine *engine = kvs_pool_engine(asked->gpu_pools ? asked->gpu_pools[0] : asked->host_pools[0]);
   status = kvs_open_for_work(engine, err);
-  if (!status && engine->device->stepped)
-    status = kvs_fail(err, KVS_UNSUPPORTED, "%s is deterministic: it runs only inside calls", engine->name);
   struct kvs_share *share = status ? NULL : calloc(1, sizeof *share);
   if (!share) return status ? status : kvs_fail(err, KVS_NOMEM, "no memory for a member");
   kvs_engine_ref(engine);
@@ -175,11 +173,23 @@ int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **mad
   if (!status) status = open_copies(share, err);
   if (!status) status = open_streams(share, err);
   if (!status) status = kvs_bring_open(share, err);
-  if (!status) status = share_start(share, err);
   if (status)
     share_free(share);
   else
     *made = share;
+  return status;
+}
+
+int kvs_share_open(const struct kvs_share_options *asked, struct kvs_share **made, struct kvs_error *err) {
+  struct kvs_share *share = NULL;
+  int status = kvs_share_new(asked, &share, err);
+  if (!status && share->engine->device->stepped)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "%s is deterministic: it runs only inside calls", share->engine->name);
+  if (!status) status = share_start(share, err);
+  if (!status)
+    *made = share;
+  else if (share)
+    share_free(share);
   return status;
 }
 
@@ -526,24 +536,31 @@ static void rest(struct kvs_share *share, bool works, uint64_t until) {
   if (polled[0].revents && read(share->wake, &word, sizeof word) < 0) return; /* another round empties it */
 }
 
+struct kvs_share_round kvs_share_round(struct kvs_share *share) {
+  struct kvs_share_round made = {0};
+  pthread_mutex_lock(&share->lock);
+  made.changed = round_locked(share);
+  made.works = kvs_bring_works(share, NULL) || kvs_bring_waits(share) || kvs_receive_works(share);
+  made.until_ns = kvs_receive_next_ns(share);
+  made.over = is_over(share);
+  if (made.over) {
+    say_bye(share);
+    share->stopped = true;
+    pthread_cond_broadcast(&share->changed);
+  }
+  pthread_mutex_unlock(&share->lock);
+  if (share->buried.state != KVS_LINK_UNUSED) give_back(share, &share->buried);
+  share->buried.state = KVS_LINK_UNUSED;
+  return made;
+}
+
 static void *serve(void *arg) {
   struct kvs_share *share = arg;
+  struct kvs_share_round made = {0};
   (void)prctl(PR_SET_TIMERSLACK, 1ul);
-  for (bool over = false; !over;) {
-    pthread_mutex_lock(&share->lock);
-    bool changed = round_locked(share);
-    bool works = kvs_bring_works(share, NULL) || kvs_bring_waits(share) || kvs_receive_works(share);
-    uint64_t until = kvs_receive_next_ns(share);
-    over = is_over(share);
-    if (over) {
-      say_bye(share);
-      share->stopped = true;
-      pthread_cond_broadcast(&share->changed);
-    }
-    pthread_mutex_unlock(&share->lock);
-    if (share->buried.state != KVS_LINK_UNUSED) give_back(share, &share->buried);
-    share->buried.state = KVS_LINK_UNUSED;
-    if (!over && !changed) rest(share, works, until);
+  while (!made.over) {
+    made = kvs_share_round(share);
+    if (!made.over && !made.changed) rest(share, made.works, made.until_ns);
   }
   return NULL;
 }

@@ -97,4 +97,15 @@ size_t kvs_share_job_failed(struct kvs_share_job *, uint32_t *positions, size_t 
 void kvs_share_job_get_info(struct kvs_share_job *, struct kvs_share_job_info *);
 void kvs_share_get_stats(struct kvs_share *, struct kvs_share_stats *);
 
+/* For tests: a member without a thread, also of a deterministic device. The caller makes its rounds. */
+int kvs_share_new(const struct kvs_share_options *, struct kvs_share **, struct kvs_error *);
+
+/* What the thread does next: another round, if something `changed`; otherwise it waits for a message, for the end of
+ * another process, or until `until_ns`. works: it polls events. */
+struct kvs_share_round {
+  bool changed, works, over;
+  uint64_t until_ns;
+};
+struct kvs_share_round kvs_share_round(struct kvs_share *);
+
 #endif

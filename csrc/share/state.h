@@ -28,6 +28,7 @@
 #ifndef KVS_SHARE_STATE_H
 #define KVS_SHARE_STATE_H
 
+#include "base/wait.h"
 #include "lanes/state.h"
 #include "share/share.h"
 #include "share/wire.h"
@@ -199,6 +200,11 @@ struct kvs_share {
   unsigned njobs;             /* submitted so far */
   struct kvs_share_stats stats;
   struct kvs_share_message message, incoming; /* the last one that was sent, and that came */
+  uint64_t clock_ns;                          /* the time, where a test gives it; 0: the machine's */
 };
+
+static inline uint64_t kvs_share_now(const struct kvs_share *share) {
+  return share->clock_ns ? share->clock_ns : kvs_clock_ns();
+}
 
 #endif
