@@ -19,12 +19,13 @@ bool kvs_share_send(int socket, struct kvs_share_message *message) {
   return sent == (ssize_t)size_of(message);
 }
 
-/* recv() and not recvmsg(): the kernel closes descriptors that come with a message. */
+/* recv() and not recvmsg(): the kernel closes descriptors that come with a message. ECONNRESET says, once, that the
+ * other side ended with messages that it had not read: what it sent before that follows. */
 enum kvs_share_got kvs_share_receive(int socket, struct kvs_share_message *message) {
   const size_t least = offsetof(struct kvs_share_message, ids);
   ssize_t got;
   do got = recv(socket, message, sizeof *message, MSG_DONTWAIT | MSG_TRUNC);
-  while (got < 0 && errno == EINTR);
+  while (got < 0 && (errno == EINTR || errno == ECONNRESET));
   if (got < 0 && errno == EAGAIN) return KVS_SHARE_NONE;
   if (got < (ssize_t)least || message->magic != MAGIC || message->count > KVS_SHARE_BLOCKS) return KVS_SHARE_ENDED;
   return (size_t)got == size_of(message) ? KVS_SHARE_GOT : KVS_SHARE_ENDED;

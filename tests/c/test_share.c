@@ -1,6 +1,7 @@
-/* What processes and devices share, below Python: the form of an export, recordings of shared events, handles and
- * chunks of host devices, and streams of two devices that wait for each other from many threads. */
+/* What processes and devices share, below Python: messages between members, the form of an export, recordings of shared
+ * events, handles and chunks of host devices, and streams of two devices that wait for each other from many threads. */
 #include <pthread.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include "host/words.h"
 #include "host_device.h"
 #include "kvswap.h"
+#include "share/wire.h"
 
 static uint64_t random_state = 88172645463325252u;
 
@@ -298,7 +300,26 @@ static void test_a_lost_device(void) {
   kvs_dev_close(devices[1]);
 }
 
+/* -- messages -------------------------------------------------------------------------------------------------- */
+
+/* What a side sent before it ended is read, also if that side had not read all that was sent to it. */
+static void test_messages_before_an_end(bool unread) {
+  static struct kvs_share_message sent = {.kind = KVS_SHARE_REPORT, .count = 2, .ids = {3, 4}}, got;
+  int pair[2];
+  CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+  CHECK(kvs_share_receive(pair[0], &got) == KVS_SHARE_NONE);
+  if (unread) CHECK(kvs_share_send(pair[0], &sent));
+  CHECK(kvs_share_send(pair[1], &sent));
+  close(pair[1]);
+  CHECK(kvs_share_receive(pair[0], &got) == KVS_SHARE_GOT && got.kind == KVS_SHARE_REPORT && got.ids[1] == 4);
+  CHECK(kvs_share_receive(pair[0], &got) == KVS_SHARE_ENDED);
+  CHECK(!kvs_share_send(pair[0], &sent));
+  close(pair[0]);
+}
+
 int main(void) {
+  test_messages_before_an_end(false);
+  test_messages_before_an_end(true);
   test_the_form();
   test_numbers_that_cannot_be();
   test_recordings();
