@@ -30,10 +30,11 @@ from kvswap._top_socket import folder_path, peer_of, prepare_folder, start_time
 
 _logger = logger("kvswap.share")
 
-# magic, rank, slots, pid, start time, lends; of the memory: generation, blocks, their bytes; bytes of a slot; path
-_HELLO = struct.Struct("<8sIIq20s?QQQQ128s")
+# magic and build, rank, slots, pid, start time, lends; of the memory: generation, blocks, their bytes; bytes of a slot;
+# path
+_HELLO = struct.Struct("<40sIIq20s?QQQQ128s")
 _AGREED = _HELLO.size - 160  # both have the same from the generation on
-_MAGIC = b"kvshare1"
+_MAGIC = f"kvshare1{_C._sources}".encode()  # messages and digests may differ from build to build
 _SECONDS = 2.0  # for one meeting
 _LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # between attempts to reach members of lower rank
 _LONG_PAUSE = 10.0  # of one that is there, but makes no link
@@ -263,8 +264,8 @@ class Meeting:
     def _check(self, hello: bytes) -> int:
         if not hello:
             raise ValueError("it ended the connection: its log says why")
-        if len(hello) != _HELLO.size or hello[:8] != _MAGIC:
-            raise ValueError(f"its first message, of {len(hello)} bytes, is no greeting: use one version of kvswap")
+        if len(hello) != _HELLO.size or hello[:40] != _MAGIC:
+            raise ValueError("its greeting is not of this build of kvswap: all members need the same")
         if hello[_AGREED:] != self._agreed:
             raise ValueError("it has another shared pool, or pieces of another size")
         rank: int = _HELLO.unpack(hello)[1]

@@ -55,12 +55,13 @@ def test_descriptors_above_1023(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "form", "value"), [(8, "I", 99), (8, "I", 2**32 - 1), (8, "I", 0), (12, "I", 0), (12, "I", 2**31)]
+    ("at", "form", "value"),
+    [(40, "I", 99), (40, "I", 2**32 - 1), (40, "I", 0), (44, "I", 0), (44, "I", 2**31), (8, "I", 0)],
 )
 def test_a_wrong_greeting_is_that_members_affair(here: Here, at: int, form: str, value: int) -> None:
-    """Ranks and numbers of slots that do not exist: others are met after that."""
+    """Ranks and numbers of slots that do not exist, and another build: others are met after that."""
     greeting = bytearray(here.member._meeting._hello)
-    struct.pack_into("<I", greeting, 8, 1)
+    struct.pack_into("<I", greeting, 40, 1)
     struct.pack_into("<" + form, greeting, at, value)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wrong:
         wrong.settimeout(PATIENCE)
