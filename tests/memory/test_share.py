@@ -77,11 +77,12 @@ class Other:
     source = MEMBER
 
     def __init__(self, name: str, rank: int, layers: int = LAYERS, blocks: int = BLOCKS, block: int = BLOCK,
-                 codec: str | None = None, bad: Sequence[int] = (), **options: Any) -> None:  # fmt: skip
+                 codec: str | None = None, bad: Sequence[int] = (), device: str | None = None,
+                 **options: Any) -> None:  # fmt: skip
         given = {
             "name": name,
             "rank": rank,
-            "device": f"host:{rank}",
+            "device": device or f"host:{rank}",
             "layers": layers,
             "blocks": blocks,
             "block": block,
@@ -841,6 +842,7 @@ def load(seed, **how):
     rng = np.random.default_rng(seed)
     host = rng.permutation(given["blocks"])[: given["blocks"] * 3 // 4]
     gpu = np.random.default_rng([seed, given["rank"]]).permutation(given["blocks"])[: len(host)]
+    global transfer
     transfer = member.load(host, gpu, **how)
     transfer.wait(30)
     return [bool((content()[gpu] == wanted(host)).all()), transfer.by_others, transfer.nbytes]
@@ -858,6 +860,7 @@ def fill(seed):  # the same on each rank
 def store(seed, wrong=False, **how):
     data, rng = fill(seed), np.random.default_rng(seed)
     gpu, host = (rng.permutation(given["blocks"])[: given["blocks"] * 3 // 4] for _ in range(2))
+    global transfer
     transfer = member.store(gpu, host[::-1] if wrong else host, **how)
     try:
         transfer.wait(30)

@@ -261,7 +261,7 @@ def test_what_one_reported_before_it_was_killed_counts(pair: list[Rank]) -> None
 
 @pytest.mark.slow
 def test_members_killed_and_stopped_at_random() -> None:
-    """A few turns; 500 kills take `python tests/random/kill_members.py 2000 1`."""
-    program = [sys.executable, str(ROOT / "tests" / "random" / "kill_members.py"), "24", "1"]
+    """A few turns; 500 kills take `python tests/random/kill_members.py --kills 500`."""
+    program = [sys.executable, str(ROOT / "tests" / "random" / "kill_members.py"), "--turns", "24"]
     done = subprocess.run(program, **elsewhere(), capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

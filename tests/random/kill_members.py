@@ -1,15 +1,21 @@
 """kill -9 and SIGSTOP at random points of members of a group that share their links (kvswap.share).
 
-    python tests/random/kill_members.py TURNS SEED
+    python tests/random/kill_members.py --kills 500
+    python tests/random/kill_members.py --gpus 0 1 --kills 20
 
 In each turn three members load or store, most often together by a name. In one of four turns one of them is killed and
 joins again, in another one is stopped for a while. What the others' loads brought must be right, and what a store does
 not name as failed; a store that nobody disturbed names nothing. A member answers within a limit, and all meet again.
-Prints what it found as JSON; exit status 1: something was wrong.
+With GPUs, members take them in turn, and one is killed in each second turn, because a process takes seconds to begin.
+Prints what it found as JSON: `slowest` is the longest that a load or store took in whose turn a member was killed, in
+seconds, so that none was reported later than that after the kill. Ctrl-C ends it with a report, too. Exit status 1:
+something was wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import random
@@ -34,8 +40,10 @@ LIMIT = 30.0  # seconds for an answer; a busy machine needs some
 
 
 class Group:
-    def __init__(self, chance: random.Random) -> None:
-        self.chance, self.name, self.wrong = chance, f"kill{os.getpid()}", list[str]()
+    def __init__(self, chance: random.Random, devices: list[str], often: float) -> None:
+        """often: of the turns, how many have a kill; and how many a stop."""
+        self.chance, self.devices, self.often = chance, devices, often
+        self.name, self.wrong, self.slowest = f"kill{os.getpid()}", list[str](), 0.0
         self.counts = dict.fromkeys(("turns", "kills", "stops", "stores_in_part"), 0)
         self.memory = SharedPool(self.name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0"))
         rng = np.random.default_rng(5)
@@ -45,14 +53,20 @@ class Group:
         self.meet()
 
     def member(self, rank: int) -> Rank:
-        return Rank(self.name, rank, stall=0.05, share_wait=0.05, store_wait=5.0)
+        device = self.devices[rank % len(self.devices)]
+        return Rank(self.name, rank, device=device, stall=0.05, share_wait=0.05, store_wait=5.0)
 
     def hear(self, rank: int, line: str) -> Any:
+        """What it answered. A member that fails, or answers too late, is what is wrong."""
         one = self.members[rank]
         if not select.select([one.popen.stdout], [], [], LIMIT)[0]:
             self.wrong.append(f"turn {self.counts['turns']}: rank {rank} did not answer: {line}")
             return None
-        return one.hear()
+        try:
+            return one.hear()
+        except ValueError:
+            self.wrong.append(f"turn {self.counts['turns']}: rank {rank} ended: {line}")
+            return None
 
     def meet(self) -> None:
         line = f"member.wait_peers({list(RANKS)}, {LIMIT - 5})"
@@ -65,11 +79,11 @@ class Group:
         """The rank that was killed."""
         act, victim = self.chance.random(), self.chance.choice(RANKS)
         time.sleep(self.chance.random() * 0.02)
-        if act < 0.25:
+        if act < self.often:
             self.counts["kills"] += 1
             self.members[victim].stop()
             return victim
-        if act < 0.5:
+        if act < 2 * self.often:
             self.counts["stops"] += 1
             self.members[victim].stop(signal.SIGSTOP)
             time.sleep(self.chance.random() * 0.3)
@@ -80,7 +94,7 @@ class Group:
         self.counts["turns"] += 1
         kind, shared = self.chance.choice(["load", "load", "store"]), self.chance.random() < 0.7
         name = f", shared='k', generation={self.counts['turns']}, ranks={list(RANKS)}" if shared else ""
-        line = f"{kind}({self.counts['turns']}{name})"
+        line = f"[{kind}({self.counts['turns']}{name}), transfer.elapsed]"
         ranks = RANKS if shared or kind == "load" else (self.chance.choice(RANKS),)  # stores to the same blocks
         for rank in ranks:
             self.members[rank].say(line)
@@ -90,15 +104,16 @@ class Group:
         killed = self.disturb()
         disturbed = self.counts["kills"] + self.counts["stops"] > before
         for rank in ranks:
-            if rank != killed and (found := self.hear(rank, line)) is not None:
-                self.check(rank, line, found, disturbed)
+            if rank != killed and (answer := self.hear(rank, line)) is not None:
+                self.check(rank, line, answer[0], disturbed)
+                self.slowest = max(self.slowest, answer[1] if killed is not None else 0.0)
         if killed is not None:
             self.members[killed].end()
             self.members[killed] = self.member(killed)
             self.meet()
 
     def check(self, rank: int, line: str, found: Any, disturbed: bool) -> None:
-        in_part = line.startswith("store") and bool(found[1])
+        in_part = line.startswith("[store") and bool(found[1])
         self.counts["stores_in_part"] += in_part
         if found[0] is not True or (in_part and not disturbed):
             self.wrong.append(f"turn {self.counts['turns']}: rank {rank}: {line}: {found}")
@@ -110,15 +125,24 @@ class Group:
         self.memory.close(LIMIT, force=True)
 
 
-def main(turns: int, seed: int) -> int:
-    group, begin = Group(random.Random(seed)), time.monotonic()
-    while group.counts["turns"] < turns and not group.wrong:
-        group.turn()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, help="end after so many turns")
+    parser.add_argument("--kills", type=int, help="end after so many kills")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="of the members, in turn; else host devices")
+    asked = parser.parse_args()
+    devices = [f"cuda:{gpu}" for gpu in asked.gpus] or [f"host:{rank}" for rank in RANKS]
+    group = Group(random.Random(asked.seed), devices, 0.5 if asked.gpus else 0.25)
+    begin = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        while not group.wrong and group.counts["turns"] != asked.turns and group.counts["kills"] != asked.kills:
+            group.turn()
     group.end()
-    report = {"seed": seed, **group.counts, "wrong": group.wrong, "seconds": round(time.monotonic() - begin, 1)}
-    print(json.dumps(report))
+    found = {**group.counts, "slowest": round(group.slowest, 3), "wrong": group.wrong}
+    print(json.dumps({"seed": asked.seed, **found, "seconds": round(time.monotonic() - begin, 1)}))
     return 1 if group.wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main())
