@@ -37,6 +37,7 @@ MOST_LENDERS = 15
 NAME = re.compile(r"[A-Za-z0-9._-]{1,20}")
 _OWN_SOCKET = re.compile(r"lend-[A-Za-z0-9._-]{1,20}-[0-9a-f]{16}(\.[0-9]{1,2})?\.sock")
 _LOOK = 1.0  # seconds between looks for engines
+_GIVE_BACK = 5.0  # seconds to unregister others' memory at the end
 _SOON = 0.05  # where something waits until the engine is idle
 
 
@@ -169,8 +170,9 @@ class Lending:
         except Exception:
             _logger.exception("links are lent no more")
         finally:
-            self._offering.close(self._path)
-            self._loans.close()
+            with contextlib.suppress(OSError):
+                self._offering.close(self._path)
+            self._loans.close(_GIVE_BACK)
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()

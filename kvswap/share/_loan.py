@@ -159,6 +159,9 @@ class _Loan:
         self.member = self.core = None
 
 
+_kept: list[_Memory] = []  # still registered, and so mapped, until the process ends
+
+
 class Loans:
     """All loans of a process, to at most `most` engines. By one thread."""
 
@@ -354,7 +357,7 @@ class Loans:
         memory, loan.memory = loan.memory, None
         try:
             loan.leave(self._wait)
-        except TimeoutError as error:  # its pool and what is behind it stay
+        except (TimeoutError, _C.Error) as error:  # its pool and what is behind it stay
             _logger.warning("host memory of an engine stays registered: %s", error)
             return
         if memory is None:
@@ -370,12 +373,15 @@ class Loans:
             with contextlib.suppress(TimeoutError):
                 loan.leave(self._wait)
 
-    def close(self) -> None:
-        """End all loans, and give all memory back."""
+    def close(self, limit: float) -> None:
+        """End all loans, and give memory back for so many seconds. The process mostly ends then, which gives back the
+        rest: hundreds of GB would take minutes here."""
         for loan in list(self._loans):
             self._drop(loan, 0.0)
-        while self._gone:
+        end = time.monotonic() + limit
+        while self._gone and time.monotonic() < end:
             self._give_back()
+        _kept.extend(memory for _, memory in self._gone)
 
     def abandon(self) -> None:
         """In the child of a fork."""

@@ -23,7 +23,7 @@ import pytest
 from conftest import PATIENCE, ROOT, elsewhere, until
 
 import kvswap
-from kvswap import info
+from kvswap import info, testing
 from kvswap._top_socket import prepare_folder
 from kvswap.share import _lend, _loan, _meet, _offer
 
@@ -245,6 +245,33 @@ def test_one_that_is_killed_is_forgotten(here: Engine, name: str, ends: str) -> 
     again = Other(name, "other")
     lenders(here, 1)
     assert again.end() == 0
+
+
+def test_memory_that_is_not_registered_is_not_asked_for_again(
+    here: Engine, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with testing.fault(here.device, "call", "fail", operation="host_register", every=1, code=2):
+        other = Other(name, "other")
+        until(lambda: "its host memory cannot be used" in caplog.text)
+        lenders(here, 1)  # the other way it goes
+        time.sleep(3 * LOOK)
+    time.sleep(3 * LOOK)
+    assert here.lending.loans == [] and caplog.text.count("no link is lent to process") == 1
+    assert other.ask("engine.lending.member.peers") == [] and other.end() == 0
+
+
+def test_an_end_does_not_wait_for_all_memory(here: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Other(name, "other")
+    lenders(here, 1)
+    until(lambda: here.lending.loans and here.lending.loans[0].lends)
+    monkeypatch.setattr(_lend, "_GIVE_BACK", 0.0)
+    here.lending.close()
+    [left] = _loan._kept
+    assert left.registered == BLOCKS * ROW
+    while left.unregister_next():
+        pass
+    _loan._kept.clear()
+    assert other.end() == 0
 
 
 def test_a_file_that_is_cut_off_is_left(here: Engine, name: str) -> None:
