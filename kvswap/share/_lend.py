@@ -25,7 +25,7 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap._top_socket import prepare_folder
 from kvswap.share import Member, Place, core_of, member_of
-from kvswap.share._loan import Loaned, Loans
+from kvswap.share._loan import Loaned, Loans, Own
 from kvswap.share._meet import is_taken, listen_at, locked
 from kvswap.share._offer import Offer, Offering
 
@@ -103,7 +103,8 @@ class Lending:
         self._wake.setblocking(False)
         listening = listen_at(self._folder, self._path, f"another process has {self._path}")
         self._offering = Offering(listening, offer, os.dup(file.fd), lenders, is_idle)
-        self._loans = Loans(name, own, gpus[0].device, self._folder, lenders, is_idle, 10.0)
+        ours = Own(offer, file.ptr, hosts)
+        self._loans = Loans(name, own, gpus[0].device, ours, self._folder, lenders, is_idle, 10.0)
         self.member: Member = member_of(core, self._group, 0, place, False, "lend")
         self._changed = threading.Condition()
         self._ended = False

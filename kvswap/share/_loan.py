@@ -60,11 +60,20 @@ class _Held:
         return self._ptr
 
 
+class Own(NamedTuple):
+    """This process's own rows, which replicas of its engine may have as well: registered here from row 0 at ptr on."""
+
+    offer: Offer
+    ptr: int
+    pools: tuple[_C.Pool, ...]  # of its blocks
+
+
 class _Memory:
     """Rows of an owner's file, mapped here. Ranks of one engine may own blocks of the same rows."""
 
-    def __init__(self, device: _C.Device, offer: Offer, fd: int) -> None:
-        """ValueError: it is not the file that was announced, or too short."""
+    def __init__(self, device: _C.Device, offer: Offer, fd: int, own: Own | None = None) -> None:
+        """own: this process's rows: the same ones are registered already. ValueError: it is not the file that was
+        announced, or too short."""
         there = os.fstat(fd)
         if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
             raise ValueError(f"its host memory is no file of this user (uid {there.st_uid}, mode {there.st_mode:o})")
@@ -75,25 +84,32 @@ class _Memory:
             raise ValueError(f"its host memory has {there.st_size} bytes, and it announced {self.end}")
         if offer.begin % mmap.PAGESIZE:
             raise ValueError(f"its rows begin at {offer.begin}, and not on a page")
-        self.key = offer.device, offer.inode, offer.begin, offer.stride, offer.num_blocks
+        self.key = _rows_of(offer)
         self.device, self.users, self.took = device, 0, 0.0
+        self.nbytes = offer.nbytes
+        rows = math.lcm(offer.stride, mmap.PAGESIZE)  # a registration must not end within a row
+        self._step = rows * max(1, CHUNK // rows)
+        self._registered: list[int] = []  # where chunks begin
+        self._pools: dict[tuple[int, int], tuple[_C.Pool, ...]] = {}
+        self._bytes: Any = None
+        self.own = own is not None and _rows_of(own.offer) == self.key
         self.fd = os.dup(fd)
+        if own is not None and self.own:
+            self.ptr = own.ptr
+            self._pools[own.offer.offset, own.offer.block_nbytes] = own.pools
+            return
         try:
             mapped = mmap.mmap(fd, offer.nbytes, offset=offer.begin)
         except (OSError, ValueError) as error:
             os.close(self.fd)
             raise ValueError(f"its host memory cannot be mapped: {error}") from None
         self._bytes = np.frombuffer(mapped, np.uint8)
-        self.ptr, self.nbytes = self._bytes.ctypes.data, offer.nbytes
-        rows = math.lcm(offer.stride, mmap.PAGESIZE)  # a registration must not end within a row
-        self._step = rows * max(1, CHUNK // rows)
-        self._registered: list[int] = []  # where chunks begin
-        self._pools: dict[tuple[int, int], _C.Pool] = {}
+        self.ptr = self._bytes.ctypes.data
 
     @property
     def registered(self) -> int:
         """Bytes."""
-        return min(self.nbytes, len(self._registered) * self._step)
+        return self.nbytes if self.own else min(self.nbytes, len(self._registered) * self._step)
 
     def register_next(self) -> None:
         """Another chunk. kvswap.Error, MemoryError: the driver refuses it."""
@@ -113,20 +129,24 @@ class _Memory:
     def is_cut_off(self) -> bool:
         return os.fstat(self.fd).st_size < self.end
 
-    def pool(self, offer: Offer) -> _C.Pool:
-        """The owner's blocks. Pools must not share bytes, so that ranks that own the same ones have one pool."""
+    def pools(self, offer: Offer) -> tuple[_C.Pool, ...]:
+        """The owner's blocks. Pools must not share bytes, so that owners of the same ones have the same pools."""
         key = offer.offset, offer.block_nbytes
         if key not in self._pools:
             memory: Any = _Held(self.ptr + offer.offset, self._bytes)
             size = offer.num_blocks, offer.block_nbytes
-            self._pools[key] = _C.Pool(self.device, memory, *size, stride=offer.stride)
+            self._pools[key] = (_C.Pool(self.device, memory, *size, stride=offer.stride),)
         return self._pools[key]
 
     def unmap(self) -> None:
         """With the last reference to it. Nothing is registered."""
         self._pools = {}
-        del self._bytes
+        self._bytes = None
         os.close(self.fd)
+
+
+def _rows_of(offer: Offer) -> tuple[int, ...]:
+    return offer.device, offer.inode, offer.begin, offer.stride, offer.num_blocks
 
 
 class _State(Enum):
@@ -166,9 +186,18 @@ class Loans:
     """All loans of a process, to at most `most` engines. By one thread."""
 
     def __init__(
-        self, name: str, own: str, device: _C.Device, folder: Path, most: int, is_idle: Callable[[], bool], wait: float
+        self,
+        name: str,
+        own: str,
+        device: _C.Device,
+        ours: Own,
+        folder: Path,
+        most: int,
+        is_idle: Callable[[], bool],
+        wait: float,
     ) -> None:
         """own: the id of this process; its first half is the engine's. wait: seconds for pieces under way."""
+        self._ours: Own | None = ours
         self._socket = re.compile(rf"lend-({re.escape(name)}-([0-9a-f]{{16}}))\.sock")
         self._own, self._device, self._folder, self._most, self._is_idle = own, device, folder, most, is_idle
         self._wait = wait
@@ -278,7 +307,7 @@ class Loans:
         offer = unpack(message)
         if len(fds) != 1:
             raise ValueError(f"{len(fds)} descriptors came with its offer, not one")
-        made = _Memory(self._device, offer, fds[0])
+        made = _Memory(self._device, offer, fds[0], self._ours)
         memory = self._memories.setdefault(made.key, made)
         if memory is not made:
             made.unmap()
@@ -313,6 +342,8 @@ class Loans:
         try:
             if memory.registered < memory.nbytes:
                 memory.register_next()
+            elif loan.state is _State.REGISTERING and memory.own:
+                loan.state = _State.WAITING
             elif loan.state is _State.REGISTERING:
                 loan.state = _State.WAITING
                 text = "the host memory of process %d is registered: %d MiB in %.2f s, %d MiB at a time"
@@ -323,7 +354,7 @@ class Loans:
                     stride=offer.stride,
                 )  # fmt: skip
                 watched = {"file": memory.fd, "file_nbytes": memory.end}
-                loan.core = core_of(place, (), (memory.pool(offer),), piece_nbytes=offer.piece_nbytes, **watched)
+                loan.core = core_of(place, (), memory.pools(offer), piece_nbytes=offer.piece_nbytes, **watched)
                 loan.connection.send(READY)
                 loan.state = _State.READY
         except OSError:  # the owner has ended, which is read
@@ -382,6 +413,7 @@ class Loans:
         while self._gone and time.monotonic() < end:
             self._give_back()
         _kept.extend(memory for _, memory in self._gone)
+        self._ours = None
 
     def abandon(self) -> None:
         """In the child of a fork."""

@@ -23,7 +23,7 @@ import pytest
 from conftest import PATIENCE, ROOT, elsewhere, until
 
 import kvswap
-from kvswap import info, testing
+from kvswap import info, metrics, testing
 from kvswap._top_socket import prepare_folder
 from kvswap.share import _lend, _loan, _meet, _offer
 
@@ -50,16 +50,20 @@ engine.close()
 class Engine:
     """A cache on a device, and its host memory: a file in /dev/shm that has no name any more."""
 
-    def __init__(self, name: str, engine: str, device: str = "host:0", idle: bool = True, **options: Any) -> None:
+    def __init__(
+        self, name: str, engine: str, device: str = "host:0", idle: bool = True, file: str = "", **options: Any
+    ) -> None:
         _lend._LOOK = LOOK
         self.device, self.idle = kvswap.Device(device), idle
-        path = f"/dev/shm/kvswap-test-{os.getpid()}-{next(names)}"
-        self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        os.unlink(path)
-        os.ftruncate(self.fd, BLOCKS * ROW)
+        path = file or f"/dev/shm/kvswap-test-{os.getpid()}-{next(names)}"
+        self.fd = os.open(path, os.O_RDWR if file else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        if not file:
+            os.unlink(path)
+            os.ftruncate(self.fd, BLOCKS * ROW)
         self.map = mmap.mmap(self.fd, BLOCKS * ROW)
         self.rows = np.frombuffer(self.map, np.uint8).reshape(BLOCKS, ROW)
-        self.rows[:] = 0xEE
+        if not file:
+            self.rows[:] = 0xEE
         self.ptr = self.rows.ctypes.data
         self.device.register(self.ptr, BLOCKS * ROW)
         self.gpu = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
@@ -70,10 +74,10 @@ class Engine:
                 self.pools[side].append(kvswap.Pool(self.device, ptr, BLOCKS, PAGE, stride=stride, **group))
         there = os.fstat(self.fd)
         place = kvswap.share.Place(self.ptr, BLOCK, BLOCKS, f"test {there.st_dev}", there.st_ino, True, ROW)
-        file = _lend.HostFile(self.fd, 0, self.ptr)
+        behind = _lend.HostFile(self.fd, 0, self.ptr)
         given: dict[str, Any] = {"piece_nbytes": 4 * BLOCK, "stall": 10.0, **options}
         sides = tuple(self.pools[0]), tuple(self.pools[1])
-        self.lending = _lend.Lending(name, engine, place, *sides, file, is_idle=lambda: self.idle, **given)
+        self.lending = _lend.Lending(name, engine, place, *sides, behind, is_idle=lambda: self.idle, **given)
         self.rng = np.random.default_rng(7)
 
     def set_idle(self, idle: bool) -> bool:
@@ -83,6 +87,12 @@ class Engine:
     def lent(self) -> list[list[Any]]:
         """pid, registered bytes, whether it is lent, bytes brought D2H and H2D, of each loan."""
         return [[*loan[:3], *loan.brought] for loan in self.lending.loans]
+
+    def registered(self) -> int:
+        """Bytes, on this device."""
+        return sum(
+            row["registered_bytes"] for row in metrics.snapshot()["devices"] if row["device"] == self.device.name
+        )
 
     def check(self, count: int = BLOCKS) -> list[int]:
         """A store and a load of new bytes; what came over other links, of both."""
@@ -175,6 +185,18 @@ def test_each_lends_to_the_other(here: Engine, name: str) -> None:
     lenders(here, 0)
     assert here.check() == [0, 0]
     until(lambda: here.lending.loans == [])
+
+
+def test_replicas_have_registered_their_memory(here: Engine, name: str) -> None:
+    """Engines with one host memory: nothing is mapped or registered twice."""
+    other = Other(name, "other", file=f"/proc/{os.getpid()}/fd/{here.fd}")
+    lenders(here, 1)
+    check_lent(here)
+    assert other.ask("engine.lent()")[0][:3] == [os.getpid(), BLOCKS * ROW, True]
+    assert other.ask("engine.registered()") == BLOCKS * ROW
+    assert other.end() == 0
+    until(lambda: here.lending.loans == [])
+    assert here.check() == [0, 0]
 
 
 def test_who_does_not_lend_to_each_other(here: Engine, name: str) -> None:
