@@ -83,6 +83,11 @@ def brought(engine: Any) -> list[int]:
     return [sum(one[f"brought_by_others_{way}"] for one in stats) for way in ("d2h", "h2d")]
 
 
+def late(engine: Any) -> int:
+    """Pieces that were given up, on all ranks: a busy machine's processes wait for a processor."""
+    return sum(stats["pieces_late"] for stats in engine.workers.call("shared"))
+
+
 def lent(other: Other) -> list[int]:
     """By the other engine, on all of its ranks to all ranks."""
     loans = [loan for of_rank in other.ask("lent") for loan in of_rank]
@@ -92,7 +97,7 @@ def lent(other: Other) -> list[int]:
 def large(engine: Any, other: Other, options: argparse.Namespace, say: Any, prompt: Any) -> None:
     """One large store and load: what the lender has counted is what the owner has got from it."""
     blocks = options.gpu_blocks - 10
-    before, earlier = brought(engine), lent(other)
+    before, earlier, were_late = brought(engine), lent(other), late(engine)
     for seed in range(100, 140):
         engine.again(prompt(seed, blocks))
         assert engine.again(prompt(seed, blocks)) == blocks * 16
@@ -101,7 +106,9 @@ def large(engine: Any, other: Other, options: argparse.Namespace, say: Any, prom
             break
     assert all(got), got
     counted = [after - first for after, first in zip(lent(other), earlier, strict=True)]
-    assert all(abs(theirs - mine) <= 0.05 * mine for theirs, mine in zip(counted, got, strict=True)), (counted, got)
+    slack = (late(engine) - were_late) * 2 * options.layers * 4096  # brought too late, and by the own link as well
+    for theirs, mine in zip(counted, got, strict=True):
+        assert 0.95 * mine <= theirs <= 1.05 * mine + slack, (counted, got, slack)
     say(f"the other engine brought {got[0] >> 10} KiB of stores and {got[1] >> 10} of loads, and counted as much")
 
 
