@@ -48,6 +48,8 @@ LEFT_OUT = {
     "files.Layout.codings": "of a store of coded blocks: test_files_coded.py",
     "trtllm.KVCacheBlockPool.secondary_nbytes": "of coded blocks: test_transfer_manager.py",
     "offload.SingleDirectionOffloadingHandler.member": "of handlers of several processes: test_offload_share.py",
+    "offload.SingleDirectionOffloadingHandler.lending": "the same: test_offload_lend.py",
+    "offload.SingleDirectionOffloadingHandler.compute_stream": "what the constructor was given",
     "memory.HostPool.torch": "needs torch; layer() is the same view",
     "memory.SharedPool.torch": "needs torch; layer() is the same view",
     "files.MissingKey": "raised, not called",
