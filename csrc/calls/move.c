@@ -214,24 +214,28 @@ static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, co
              : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
 }
 
-static bool is_device_memory(const struct kvs_regions *regions, const struct kvs_pool *pool) {
-  return kvs_regions_find(regions, pool->layout.ptr)->memory == KVS_MEMORY_DEVICE;
+static enum kvs_memory memory_of(const struct kvs_regions *regions, const struct kvs_pool *pool) {
+  return kvs_regions_find(regions, pool->layout.ptr)->memory;
 }
 
 /* Kernels code between memory of the device and the host's, or within that of the device. */
 static int check_coded_side(const struct move_call *call, const struct kvs_regions *regions, size_t i,
-                            enum kvs_direction direction, struct kvs_error *err) {
+                            enum kvs_direction *direction, struct kvs_error *err) {
   const struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
-  bool within = !call->other && !call->ids && direction == KVS_OTHER_DIRECTION && is_device_memory(regions, src) &&
-                is_device_memory(regions, dst);
-  if (!coding_between(src, dst) || within || (direction == KVS_D2H && dst->layout.coding) ||
-      (direction == KVS_H2D && src->layout.coding))
+  const struct kvs_pool *coded = src->layout.coding ? src : dst, *raw = src->layout.coding ? dst : src;
+  if (!coding_between(src, dst) || (*direction == KVS_D2H && coded == dst) || (*direction == KVS_H2D && coded == src))
     return KVS_OK;
+  enum kvs_memory memory = memory_of(regions, raw);
+  bool near = memory != KVS_MEMORY_PINNED && memory != KVS_MEMORY_PAGEABLE;
+  if (near && memory_of(regions, coded) == KVS_MEMORY_DEVICE && !call->other && !call->ids) {
+    *direction = KVS_OTHER_DIRECTION;
+    return KVS_OK;
+  }
   return kvs_fail(err, KVS_UNSUPPORTED,
                   "src[%zu] -> dst[%zu] goes %s, and pool '%s' is coded: blocks are coded on the way from memory of "
                   "the device to a coded pool in host memory, and decoded on the way back, or within one device's "
                   "memory, with ids in host memory",
-                  i, i, kvs_direction_text(direction), src->layout.coding ? src->name : dst->name);
+                  i, i, kvs_direction_text(*direction), coded->name);
 }
 
 static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
@@ -243,12 +247,12 @@ static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch
     if (status) return status;
     enum kvs_direction this = kvs_direction_of(kvs_regions_find(&scratch->regions, move->src[i]->layout.ptr),
                                                kvs_regions_find(&scratch->regions, move->dst[i]->layout.ptr));
+    status = check_coded_side(call, &scratch->regions, i, &this, err);
+    if (status) return status;
     if (i == 0) *direction = this;
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
                       i, kvs_direction_text(this), kvs_direction_text(*direction));
-    status = check_coded_side(call, &scratch->regions, i, this, err);
-    if (status) return status;
   }
   return KVS_OK;
 }
