@@ -143,6 +143,54 @@ def _places_of(sizes: Sequence[int], indices: Sequence[int], factor: int) -> lis
     return found
 
 
+class Shape(NamedTuple):
+    """What the lists of a job must fit. slots: of a chunk, the places for blocks from one chunk to the next."""
+
+    groups: int
+    blocks: int
+    chunks: int
+    factor: int
+    slots: int
+
+
+def expand_job(shape: Shape, gpu_blocks: Any, chunks: Any, group_sizes: Any, block_indices: Any) -> list[_Blocks]:
+    """The slots of each group's blocks. ValueError, IndexError: the lists do not fit."""
+    gpu, cpu = (np.asarray(ids, np.int64) for ids in (gpu_blocks, chunks))
+    sizes, indices = ([int(n) for n in numbers] for numbers in (group_sizes, block_indices))
+    if not len(sizes) == len(indices) == shape.groups or min([*sizes, *indices], default=0) < 0:
+        raise ValueError(
+            f"group_sizes is {sizes} and block_indices {indices}: {shape.groups} groups have one each, 0 or more"
+        )
+    places = _places_of(sizes, indices, shape.factor)
+    needed = max((int(positions[-1]) + 1 for positions, _ in places if positions.size), default=0)
+    if sum(sizes) != gpu.size or needed != cpu.size:
+        raise ValueError(f"{gpu.size} gpu_blocks and {cpu.size} chunks do not fit group_sizes {sizes}")
+    for name, ids, most in (("gpu_blocks", gpu, shape.blocks), ("chunks", cpu, shape.chunks)):
+        bad = np.flatnonzero((ids < 0) | (ids >= most))
+        if bad.size:
+            raise IndexError(f"{name}[{bad[0]}] is {ids[bad[0]]}; there are {most}, from 0")
+    begins = [0, *accumulate(sizes)]
+    return [
+        _Blocks(gpu[begin : begin + size], cpu[positions] * shape.slots + within)
+        for begin, size, (positions, within) in zip(begins, sizes, places, strict=False)
+    ]
+
+
+def chunks_not_stored(
+    transfers: Sequence[Any], moved: Sequence[bool], sizes: Sequence[int], indices: Sequence[int], factor: int
+) -> tuple[int, set[int]]:
+    """Of an ended store: how many blocks failed, and the positions of their chunks in the job's list. moved: whether a
+    group has tensors."""
+    places = _places_of(sizes, indices, factor)
+    count, positions = 0, set[int]()
+    groups = [chunks for (chunks, _), some in zip(places, moved, strict=True) if chunks.size and some]
+    for chunks, transfer in zip(groups, transfers, strict=True):
+        failed = transfer.failed_positions
+        count += len(failed)
+        positions.update(chunks[failed].tolist())
+    return count, positions
+
+
 class CodedMap:
     """The methods of kvswap._C.OffloadMap, for blocks that are coded."""
 
@@ -186,29 +234,8 @@ class CodedMap:
     def _expand(self, gpu_blocks: Any, chunks: Any, group_sizes: Any, block_indices: Any) -> list[_Blocks]:
         """The slots of each group. ValueError, IndexError: the lists do not fit."""
         layout = self._layout
-        gpu, cpu = (np.asarray(ids, np.int64) for ids in (gpu_blocks, chunks))
-        sizes, indices = ([int(n) for n in numbers] for numbers in (group_sizes, block_indices))
-        if not len(sizes) == len(indices) == len(layout.groups) or min([*sizes, *indices], default=0) < 0:
-            raise ValueError(
-                f"group_sizes is {sizes} and block_indices {indices}: {len(layout.groups)} groups have one each, 0 or "
-                "more"
-            )
-        places = _places_of(sizes, indices, layout.factor)
-        needed = max((int(positions[-1]) + 1 for positions, _ in places if positions.size), default=0)
-        if sum(sizes) != gpu.size or needed != cpu.size:
-            raise ValueError(f"{gpu.size} gpu_blocks and {cpu.size} chunks do not fit group_sizes {sizes}")
-        for name, ids, most in (
-            ("gpu_blocks", gpu, layout.gpus[0].blocks),
-            ("chunks", cpu, layout.cpus[0].chunks),
-        ):
-            bad = np.flatnonzero((ids < 0) | (ids >= most))
-            if bad.size:
-                raise IndexError(f"{name}[{bad[0]}] is {ids[bad[0]]}; there are {most}, from 0")
-        begins = [0, *accumulate(sizes)]
-        return [
-            _Blocks(gpu[begin : begin + size], cpu[positions] * self._slots + within)
-            for begin, size, (positions, within) in zip(begins, sizes, places, strict=False)
-        ]
+        shape = Shape(len(layout.groups), layout.gpus[0].blocks, layout.cpus[0].chunks, layout.factor, self._slots)
+        return expand_job(shape, gpu_blocks, chunks, group_sizes, block_indices)
 
     def submit(
         self,
@@ -286,12 +313,6 @@ class CodedMap:
     def not_stored(
         self, transfers: Sequence[_C.Transfer], group_sizes: Sequence[int], block_indices: Sequence[int]
     ) -> tuple[int, set[int]]:
-        """Of an ended store: how many blocks failed, and the positions of their chunks in the job's list."""
-        places = _places_of(group_sizes, block_indices, self._layout.factor)
-        moved = [chunks for g, (chunks, _) in enumerate(places) if chunks.size and self._layout.groups[g]]
-        count, positions = 0, set[int]()
-        for chunks, transfer in zip(moved, transfers, strict=True):
-            failed = transfer.failed_positions
-            count += len(failed)
-            positions.update(chunks[failed].tolist())
-        return count, positions
+        """As chunks_not_stored()."""
+        moved = [bool(tensors) for tensors in self._layout.groups]
+        return chunks_not_stored(transfers, moved, group_sizes, block_indices, self._layout.factor)

@@ -162,8 +162,9 @@ class SingleDirectionOffloadingHandler:
     codings: kvswap.codecs.Coding of each tensor: a block's page_size_bytes are coded on the way, and a block of a CPU
       tensor has coded_nbytes bytes. Blocks that do not fit are in the TransferResult's not_stored. None: not coded.
     share: None, or the ranks that hold the same cache (docs/share.md): they have the same CPU tensors, and each calls
-      every load with the same job_id; one of them calls the stores. Then a job is not all queued in the call, jobs of
-      a handler are not ordered, and a block belongs to its job until that has ended; path to pace_gbps do not apply.
+      every load with the same job_id; one of them calls the stores. The blocks of a chunk lie one behind the other.
+      Then a job is not all queued in the call, jobs of a handler are not ordered, and a block belongs to its job until
+      that has ended; path to pace_gbps do not apply.
     lend: None, or how this process and those of other engines lend each other their links (docs/share.md). While one
       lends, the same holds for jobs of some size, but for layer_events; others go as without it. Failed stores are not
       remembered.
@@ -221,8 +222,8 @@ class SingleDirectionOffloadingHandler:
         parts = self.layer_parts if self._cut or codings is not None else ()
         moves = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
         if share is not None:
-            _refuse_beside("share", codings is not None, canonical_layout, self._cut, moves)
-            layout: AnyLayout = member_layout(*places, share)
+            _refuse_beside("share", False, canonical_layout, self._cut, moves)
+            layout: AnyLayout = member_layout(*places, share, codings)
         elif lend is not None:
             _refuse_beside("lend", codings is not None, canonical_layout, self._cut, moves)
             layout = lend_layout(*places, lend)
@@ -273,6 +274,13 @@ class SingleDirectionOffloadingHandler:
         """What this process lends to other engines, and who lends to it; None: without lend=."""
         return self._map.lending if isinstance(self._map, LendMap) else None
 
+    @property
+    def _coded_map(self) -> CodedMap | MemberMap | None:
+        """The map, if blocks are coded on the way."""
+        if isinstance(self._map, CodedMap) or (isinstance(self._map, MemberMap) and self._map.coded):
+            return self._map
+        return None
+
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None, *, layer_events: bool = False) -> bool:
@@ -300,7 +308,7 @@ class SingleDirectionOffloadingHandler:
             if layer_events:
                 job.places = self._places_of(groups[0])
             lists = (gpu.block_ids, cpu.block_ids, *groups)
-            if self.gpu_to_cpu and isinstance(self._map, CodedMap):
+            if self.gpu_to_cpu and self._coded_map is not None:
                 job.groups = list(gpu.group_sizes), list(gpu.block_indices)
             try:
                 with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
@@ -453,11 +461,12 @@ class SingleDirectionOffloadingHandler:
 
     def _not_stored_locked(self, job: Job, error: BaseException | None) -> dict[int, str]:
         """Of a store that failed only by blocks that do not fit their coded size: their chunks, and why."""
-        if job.groups is None or error is None or job.error is not None or not isinstance(self._map, CodedMap):
+        coded = self._coded_map
+        if job.groups is None or error is None or job.error is not None or coded is None:
             return {}
         if any(type(transfer.error) not in (_C.Error, type(None)) for transfer in job.transfers):
             return {}
-        count, chunks = self._map.not_stored(job.transfers, *job.groups)
+        count, chunks = coded.not_stored(job.transfers, *job.groups)
         self._stats.not_stored += count
         _counts.not_stored(self, _WHY, count)
         return dict.fromkeys(sorted(chunks), _WHY)

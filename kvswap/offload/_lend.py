@@ -66,6 +66,8 @@ def lend_layout(
     """ValueError: they are not blocks that others can bring.
 
     A store by one way clears no failure that the other way remembers: so none is remembered."""
+    if factor != 1:
+        raise ValueError(f"a chunk has {factor} blocks, layer by layer: members bring blocks of all layers")
     plain = make_layout(device, gpu_tensors, cpu_tensors, factor, groups, canonical=False, remember_failures=False)
     return LendLayout(plain, member_layout(device, gpu_tensors, cpu_tensors, factor, groups, None), lend)
 

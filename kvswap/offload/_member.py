@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvswap import _C
-from kvswap.offload._coded import MemoryOf
+from kvswap.codecs import Coding
+from kvswap.offload._coded import MemoryOf, Shape, chunks_not_stored, expand_job
 from kvswap.offload._layout import Blocks, Chunks, blocks_of, chunks_of
 from kvswap.share import Member, Place, join_at
 
@@ -31,18 +32,37 @@ class Share(NamedTuple):
 
 
 class MemberLayout(NamedTuple):
-    """The places of a cache's blocks on both sides, and who shares it."""
+    """The places of a cache's blocks on both sides, how they are coded, and who shares them."""
 
     device: str
     gpus: tuple[Blocks, ...]
     cpus: tuple[Chunks, ...]
-    pages: tuple[int, ...]  # bytes of a block that are moved
+    pages: tuple[int, ...]  # bytes of a block that are moved, as the GPU has them
+    codings: tuple[Coding | None, ...]
+    factor: int
     share: Share | None  # None: of a cache that is one rank's (_lend.py)
     numbers: tuple[tuple[int, int, int], ...] = ()
 
+    @property
+    def step(self) -> int:
+        """Bytes from block to block on the host."""
+        return self.cpus[0].stride if self.factor == 1 else self.cpus[0].pitch
+
+    @property
+    def shape(self) -> Shape:
+        """For a job's lists."""
+        cpu = self.cpus[0]
+        return Shape(1, self.gpus[0].blocks, cpu.chunks, self.factor, cpu.stride // self.step)
+
+    @property
+    def slots(self) -> int:
+        """Blocks on the host, with what lies between those of one chunk and of the next."""
+        shape = self.shape
+        return (shape.chunks - 1) * shape.slots + shape.factor
+
     def key(self) -> tuple[Any, ...]:
-        """Equal for the same blocks of the same memory."""
-        return tuple(self)
+        """Equal for the same blocks of the same memory, coded alike."""
+        return (*self[:4], tuple(coding and coding.text for coding in self.codings), *self[5:])
 
     def open(self, device: _C.Device, hold: object) -> MemberMap:
         """The map of these blocks."""
@@ -56,40 +76,69 @@ def member_layout(
     factor: int,
     groups: Sequence[Sequence[Any]],
     share: Share | None,
+    codings: Sequence[Coding] | None = None,
 ) -> MemberLayout:
     """Check an engine's tensors and references. ValueError: they are not blocks that members can bring."""
-    if factor != 1 or len(groups) != 1:
+    if len(groups) != 1:
         raise ValueError(
-            f"the cache has {len(groups)} groups of layers, and chunks of {factor} blocks: it must be one of "
-            "each, since members bring blocks of all layers"
+            f"the cache has {len(groups)} groups of layers: it must be one, since members bring blocks of all layers"
         )
     if not len(gpu_tensors) == len(cpu_tensors) > 0:
         raise ValueError(
             f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
         )
+    if codings is not None and len(codings) != len(gpu_tensors):
+        raise ValueError(f"{len(gpu_tensors)} GPU tensors and {len(codings)} codings: as many each")
     pages: dict[int, int] = {}
     for ref in groups[0]:
         pages[ref.tensor_idx] = max(int(ref.page_size_bytes), pages.get(ref.tensor_idx, 0))
-    gpus = tuple(blocks_of(gpu_tensors[i], f"gpu_tensors[{i}]") for i in sorted(pages))
-    cpus = tuple(chunks_of(cpu_tensors[i], 1, f"cpu_tensors[{i}]") for i in sorted(pages))
-    for i, gpu, cpu in zip(sorted(pages), gpus, cpus, strict=True):
-        if not 0 < pages[i] <= min(gpu.page, cpu.page):
-            raise ValueError(f"tensor {i}: page_size_bytes is {pages[i]}; it has {gpu.page} and {cpu.page} a block")
+    numbers = sorted(pages)
+    gpus = tuple(blocks_of(gpu_tensors[i], f"gpu_tensors[{i}]") for i in numbers)
+    cpus = tuple(chunks_of(cpu_tensors[i], factor, f"cpu_tensors[{i}]") for i in numbers)
+    ways = tuple(None if codings is None else codings[i] for i in numbers)
+    for i, gpu, cpu, coding in zip(numbers, gpus, cpus, ways, strict=True):
+        _check_tensor(i, gpu, cpu, pages[i], coding)
         if (cpu.chunks, cpu.stride, gpu.blocks) != (cpus[0].chunks, cpus[0].stride, gpus[0].blocks):
             raise ValueError(f"tensor {i} has not the blocks of the others: {gpu}, {cpu}")
-    return MemberLayout(device, gpus, cpus, tuple(pages[i] for i in sorted(pages)), share)
+    made = MemberLayout(device, gpus, cpus, tuple(pages[i] for i in numbers), ways, factor, share)
+    if factor > 1:
+        _check_chunks(made)
+    return made
+
+
+def _check_tensor(i: int, gpu: Blocks, cpu: Chunks, page: int, coding: Coding | None) -> None:
+    if coding is None and not 0 < page <= min(gpu.page, cpu.page):
+        raise ValueError(f"tensor {i}: page_size_bytes is {page}; it has {gpu.page} and {cpu.page} a block")
+    if coding is not None and (page, cpu.page) != (coding.block_nbytes, coding.coded_nbytes):
+        raise ValueError(
+            f"tensor {i}: page_size_bytes is {page}, and a block has {cpu.page} bytes on the host; its coding has "
+            f"{coding.block_nbytes}, and {coding.coded_nbytes} coded"
+        )
+
+
+def _check_chunks(layout: MemberLayout) -> None:
+    """Members bring blocks of all tensors: those of a chunk lie one behind the other."""
+    cpus, step = layout.cpus, layout.step
+    begin, end = min(cpu.ptr for cpu in cpus), max(cpu.ptr + cpu.page for cpu in cpus)
+    if any(cpu.pitch != step for cpu in cpus) or end - begin > step or cpus[0].stride % step:
+        raise ValueError(
+            f"a chunk has {layout.factor} blocks, layer by layer or at several distances: members bring blocks "
+            "of all layers, so that those of a chunk must lie one behind the other"
+        )
 
 
 def pools_of(layout: MemberLayout, device: _C.Device, hold: object) -> tuple[tuple[_C.Pool, ...], tuple[_C.Pool, ...]]:
     """The GPU's pools and the host's. hold: kept while they live."""
     sides: tuple[list[_C.Pool], list[_C.Pool]] = [], []
-    for gpu, cpu, page in zip(layout.gpus, layout.cpus, layout.pages, strict=True):
-        for pools, ptr, blocks, stride in (
-            (sides[0], gpu.ptr, gpu.blocks, gpu.stride),
-            (sides[1], cpu.ptr, cpu.chunks, cpu.stride),
+    for gpu, cpu, page, coding in zip(layout.gpus, layout.cpus, layout.pages, layout.codings, strict=True):
+        coded = page if coding is None else coding.coded_nbytes
+        for pools, ptr, blocks, nbytes, stride, how in (
+            (sides[0], gpu.ptr, gpu.blocks, page, gpu.stride, None),
+            (sides[1], cpu.ptr, layout.slots, coded, layout.step, coding),
         ):
+            group = pools[0] if pools else None
             memory: Any = MemoryOf(ptr, hold)
-            pools.append(_C.Pool(device, memory, blocks, page, stride=stride, group=pools[0] if pools else None))
+            pools.append(_C.Pool(device, memory, blocks, nbytes, stride=stride, group=group, coding=how))
     return tuple(sides[0]), tuple(sides[1])
 
 
@@ -99,15 +148,16 @@ class MemberMap:
     order: tuple[tuple[int, tuple[int, ...], bool], ...] = ()  # nothing can be waited for layer by layer
 
     def __init__(self, layout: MemberLayout, device: _C.Device, hold: object) -> None:
-        share, first = layout.share, layout.cpus[0]
+        share = layout.share
         assert share is not None
         begin = min(cpu.ptr for cpu in layout.cpus)
-        place = Place(begin, first.stride, first.chunks, share.path, share.generation, True)
+        place = Place(begin, layout.step, layout.slots, share.path, share.generation, True)
         gpus, hosts = pools_of(layout, device, hold)
         self._member = join_at(
             share.group, share.rank, place, gpus, hosts, share_wait=share.share_wait, stall=share.stall
         )
-        self._ranks = tuple(range(share.ranks))
+        self._ranks, self._shape = tuple(range(share.ranks)), layout.shape
+        self.coded = layout.codings[0] is not None
 
     def submit(
         self,
@@ -125,18 +175,23 @@ class MemberMap:
         layer_events: bool = False,
     ) -> tuple[tuple[Any, ...], int, None]:
         """As OffloadMap.submit(), of a ShareTransfer. job: its id, as on all ranks. Jobs of a queue are not ordered."""
-        del block_indices, first, stream
+        del first, stream
         if layer_events:
             raise ValueError(
                 "layer_events: a shared load is not all queued in the call, and its layers come in any order"
             )
-        if [len(gpu_blocks)] != [int(size) for size in group_sizes]:
-            raise ValueError(f"{len(gpu_blocks)} gpu_blocks do not fit group_sizes {list(group_sizes)}")
+        (blocks,) = expand_job(self._shape, gpu_blocks, chunks, group_sizes, block_indices)
         after = None if after_compute else after
         if direction == 0:
-            return (self._member.store(gpu_blocks, chunks, after=after),), 1, None
-        load = self._member.load(chunks, gpu_blocks, shared=f"load {job}", ranks=self._ranks, after=after)
+            return (self._member.store(blocks.gpu, blocks.cpu, after=after),), 1, None
+        load = self._member.load(blocks.cpu, blocks.gpu, shared=f"load {job}", ranks=self._ranks, after=after)
         return (load,), 1, None
+
+    def not_stored(
+        self, transfers: Sequence[Any], group_sizes: Sequence[int], block_indices: Sequence[int]
+    ) -> tuple[int, set[int]]:
+        """As chunks_not_stored()."""
+        return chunks_not_stored(transfers, [True], group_sizes, block_indices, self._shape.factor)
 
     @property
     def member(self) -> Member:

@@ -62,8 +62,6 @@ def _refuse(why: str) -> ValueError:
 def _refuse_options(extra_config: Mapping[str, Any]) -> None:
     """ValueError: another option that does not go with it."""
     leave_out = "Leave out one of the two"
-    if codec_of(extra_config) is not None:
-        raise _refuse(f"members bring blocks as they are, and kvswap_codec codes them. {leave_out}")
     if overlap_of(extra_config).on:
         raise _refuse(f"the layers of a shared load come in any order, and kvswap_overlap waits for each. {leave_out}")
     if extra_config.get("canonical_layout"):
@@ -94,10 +92,11 @@ def seconds_of(spec: Any) -> float | None:
             "vLLM does not keep one copy of the cache for all ranks. It does for MLA, with tensor parallelism alone, "
             "ranks on one machine (distributed_executor_backend mp), and vLLM 0.30 or later"
         )
-    if config.cache.blocks_per_chunk > 1:
+    if config.cache.blocks_per_chunk > 1 and codec_of(spec.extra_config) is None:
         raise _refuse(
             f"a chunk has {config.cache.blocks_per_chunk} blocks, layer by layer, and members bring whole blocks. "
-            "Leave out block_size and blocks_per_chunk"
+            "Leave out block_size and blocks_per_chunk, or set kvswap_codec, with which the blocks of a chunk lie one "
+            "behind the other"
         )
     if len(config.groups) > 1:
         raise _refuse(f"the cache has {len(config.groups)} groups of layers, and members bring blocks of all layers")

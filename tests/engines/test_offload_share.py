@@ -55,20 +55,22 @@ rank.close()
 
 
 class Region:
-    """Host memory that all ranks have mapped, as vLLM's: rows of chunks, in a file."""
+    """Host memory that all ranks have mapped, as vLLM's: rows of chunks, in a file. factor: the blocks of a chunk lie
+    one behind the other."""
 
-    def __init__(self, path: str, device: kvswap.Device) -> None:
+    def __init__(self, path: str, device: kvswap.Device, row: int = ROW, factor: int = 1) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(fd, CHUNKS * ROW)
+        os.ftruncate(fd, CHUNKS * factor * row)
         self.file = os.fstat(fd)
         os.close(fd)
-        self.base = np.memmap(path, np.int8, "r+", shape=(CHUNKS, ROW))
-        self.at, self.device = 0, device
+        self.base = np.memmap(path, np.int8, "r+", shape=(CHUNKS, factor, row))
+        self.at, self.device, self.factor = 0, device, factor
         device.register(self.base.ctypes.data, self.base.nbytes)
 
     def create_next_worker_view(self, nbytes: int) -> Any:
-        self.at += nbytes
-        return self.base[:, self.at - nbytes : self.at]
+        self.at += nbytes // self.factor
+        view = self.base[:, :, self.at - nbytes // self.factor : self.at]
+        return view[:, 0] if self.factor == 1 else view
 
     def cleanup(self) -> None:
         self.device.unregister(self.base.ctypes.data)
@@ -321,9 +323,9 @@ def test_no_stream_waits_for_a_shared_load(ranks: tuple[Rank, Other]) -> None:
         handler.make_wait(1)
     with pytest.raises(ValueError, match="layer_events: a shared load is not all queued"):
         handler.transfer_async(2, CPULoadStoreSpec([2]), GPULoadStoreSpec([2], [1], [0]), layer_events=True)
-    with pytest.raises(ValueError, match="2 gpu_blocks do not fit group_sizes"):
+    with pytest.raises(ValueError, match="2 gpu_blocks and 1 chunks do not fit group_sizes"):
         handler.transfer_async(2, CPULoadStoreSpec([2]), _wrong())
-    with pytest.raises(IndexError, match=r"host_ids\[0\] is 250"):
+    with pytest.raises(IndexError, match=r"chunks\[0\] is 250"):
         handler.transfer_async(2, CPULoadStoreSpec([CHUNKS]), GPULoadStoreSpec([2], [1], [0]))
     assert here.end([1]) == {1: None}
 
@@ -342,8 +344,8 @@ def _wrong() -> GPULoadStoreSpec:
         ({"pace_gbps": 3.0}, "share: pace_gbps does not apply"),
         ({"canonical_layout": True}, "share: canonical_layout does not apply"),
         ({"layer_parts": [[[0, 256], [256, 512]]]}, "share: layer_parts does not apply"),
-        ({"block_size_factor": 2}, "1 groups of layers, and chunks of 2 blocks: it must be one of each"),
-        ({"kv_cache_groups_data_refs": [[], []]}, "2 groups of layers, and chunks of 1 blocks"),
+        ({"block_size_factor": 2, "kv_cache_groups_data_refs": [[CanonicalKVCacheRef(0, 256)]]}, "not registered with"),
+        ({"kv_cache_groups_data_refs": [[], []]}, "2 groups of layers: it must be one"),
         ({"kv_cache_groups_data_refs": [[CanonicalKVCacheRef(0, 513)]]}, "page_size_bytes is 513"),
         ({}, "not registered with host:0"),
     ],

@@ -53,12 +53,13 @@ def test_ranks_with_one_copy_of_the_cache_share() -> None:
         assert _share.seconds_of(engine({})) is None
         assert _share.seconds_of(engine({"kvswap_share": False, "canonical_layout": True})) is None
         assert _share.seconds_of(engine(SHARE, ranks=16)) == 0.002
+        coded = {**SHARE, "kvswap_codec": "exact"}
+        assert _share.seconds_of(engine(coded)) == _share.seconds_of(engine(coded, blocks=4)) == 0.002
 
 
 @pytest.mark.parametrize(
     ("extra", "more", "why"),
     [
-        ({"kvswap_codec": "exact"}, {}, "members bring blocks as they are, and kvswap_codec codes them"),
         ({"kvswap_overlap": True}, {}, "the layers of a shared load come in any order, and kvswap_overlap waits"),
         ({"canonical_layout": True}, {}, "with canonical_layout each rank stores pages of its own"),
         ({"kvswap_path": "dma"}, {}, "kvswap_path does not apply"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm_worker import PAGE, TOKENS, UNFIT, sizes_of
+from vllm_worker import PAGE, TOKENS, UNFIT, sizes_of, unfit_rank
 
 _CHUNKS = 256  # of a job
 
@@ -31,7 +31,7 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     manager = engine.scheduler.connector.connector_scheduler.manager
     tokens = prompt(7, _CHUNKS * options.blocks_per_chunk)
     bad = 200
-    tokens[bad * chunk + TOKENS - 1] = UNFIT[2]  # the first block of a chunk
+    tokens[bad * chunk + TOKENS - 1] = UNFIT[1]  # the first block of a chunk
     taken: list[list[Any]] = []
     prepare = manager.prepare_store
 
@@ -48,7 +48,7 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     (keys,) = [keys for keys in taken if keys]
     assert len(keys) == _CHUNKS or options.hybrid, len(keys)
     found = [manager.lookup(key, ReqContext(name)) for key in keys]
-    unfit = options.ranks > UNFIT[0] and options.codec == "exact" and 2 not in options.keep  # UNFIT's layer
+    unfit = options.ranks > unfit_rank(options) and options.codec == "exact" and 2 not in options.keep  # UNFIT's layer
     wanted = [LookupResult.MISS if unfit and i == bad else LookupResult.HIT for i in range(len(keys))]
     assert found == wanted, [i for i, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
     not_stored = engine.stats("not_stored")

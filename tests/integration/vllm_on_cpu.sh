@@ -34,6 +34,7 @@ lend-ranks;0.33.0;--lend --gpu-blocks 120 $ranks
 mla;0.26.0;--mla
 mla-ranks;0.33.0;--mla $ranks
 mla-share;0.30.0 0.33.0;--mla --share $ranks
+mla-share-codec;0.30.0 0.33.0;--mla --share --codec exact --gpu-blocks 600 $ranks
 mla-share-sleep;0.33.0;--mla --share --sleep $ranks
 overlap;0.26.0;--overlap
 overlap-async;0.33.0;--overlap --async-scheduling

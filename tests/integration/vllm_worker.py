@@ -298,13 +298,14 @@ def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig
     )
 
 
-def expected(rank: int, name: str, tokens: tuple[int, ...], codec: str | None = None) -> torch.Tensor:
+def expected(rank: int, name: str, tokens: tuple[int, ...], codec: str | None = None, unfit: int = 1) -> torch.Tensor:
     """What a block of a rank holds that ends these tokens: 56 bits of their hash begin a random page. With a codec it
-    is bfloat16 with random signs and mantissas, and exponents in a window of 12; UNFIT makes one with all exponents."""
+    is bfloat16 with random signs and mantissas, and exponents in a window of 12; UNFIT makes one of rank `unfit` with
+    all exponents."""
     seed = int.from_bytes(sha256((rank, name, tokens))[:7], "big")
     generator = torch.Generator().manual_seed(seed)
     page = torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=generator)
-    if codec is None or (rank, name, tokens[-1]) == UNFIT:
+    if codec is None or (rank, name, tokens[-1]) == (unfit, *UNFIT):
         return page
     words = page.view(torch.int16).to(torch.int32) & 0xFFFF
     exponents = 120 + torch.randint(0, 12, words.shape, dtype=torch.int32, generator=generator)
@@ -312,7 +313,12 @@ def expected(rank: int, name: str, tokens: tuple[int, ...], codec: str | None = 
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint8)
 
 
-UNFIT = (1, "model.layers.2.self_attn.attn", 999)  # rank, layer, and the token that ends the block
+UNFIT = ("model.layers.2.self_attn.attn", 999)  # layer, and the token that ends the block
+
+
+def unfit_rank(options: argparse.Namespace) -> int:
+    """Of ranks that hold the same, rank 0 stores."""
+    return 0 if options.share else 1
 
 
 def sizes_of(spec: Any) -> dict[str, int]:
@@ -403,7 +409,7 @@ class Worker:
         return self.layers[name][block].view(torch.uint8).view(-1)
 
     def expected(self, name: str, tokens: list[int]) -> torch.Tensor:
-        return expected(self.part, name, tuple(tokens), self.options.codec)
+        return expected(self.part, name, tuple(tokens), self.options.codec, unfit_rank(self.options))
 
     def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
         """Check the blocks before `begin`, and write the others, which tokens complete; nonsense after a wrong one."""
