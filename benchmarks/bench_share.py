@@ -1,13 +1,13 @@
-"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--lend] [--host].
+"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--codec exact] [--lend] [--host].
 
 A process for each GPU, which sees no other GPU, and one pool on the host that all have registered. The first process
 loads and stores while the others bring pieces over their links, in turns with one bare copy of as many bytes and with
 bursts over its own link alone. Then the first two load and store at once, with and without lending. Blocks lie
 scattered on the GPU, and on the host all layers of a block together. Last, all load the same blocks, each a part.
-Medians of wall-clock time. Every byte is checked
-where it lands; exit status 1: one was wrong. --lend: each process has host memory of its own, as engines have
-(kvswap_lend in vLLM), which the others register; nothing is loaded in parts.
---host: host devices in place of GPUs, to try the program.
+--codec: the blocks on the host are coded; all rates count bytes before coding, and the bare copy has as many. --lend:
+each process has host memory of its own, as engines have (kvswap_lend in vLLM), which the others register; nothing is
+loaded in parts. Medians of wall-clock time. Every byte is checked where it lands; exit status 1: one was wrong. --host:
+host devices in place of GPUs, to try the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 SHAPES = {"64x32k": (64, 32 << 10), "80x8k": (80, 8 << 10), "61x36k": (61, 36 << 10)}
 SLOTS = [(4 << 20, 4), (4 << 20, 6), (2 << 20, 6)]
@@ -43,21 +43,24 @@ class Worker:
         self.member: Any = None
         self.rows: Any = None
 
-    def open(self, name: str, layers: int, page: int, blocks: int, own: bool) -> dict[str, Any]:
+    def open(self, name: str, layers: int, page: int, blocks: int, own: bool, codec: str | None) -> dict[str, Any]:
         import numpy as np
 
         import kvswap
         from kvswap import share
+        from kvswap.codecs import Coding
         from kvswap.memory import SharedPool
 
         begin = time.perf_counter()
         self.layers, self.page, self.blocks, self.slots = layers, page, blocks, 2 * blocks
+        coding = Coding(page, codec) if codec else None
+        self.kind: Literal["bytes", "coarse"] = "coarse" if codec else "bytes"  # coarse: which each codec gives back
+        slot = layers * (coding.coded_nbytes if coding else page)
         if own:
             self.own_memory()
         else:
-            create = self.rank == 0
-            self.memory = SharedPool(name, blocks, layers * page, create=create, layers=layers, device=self.device)
-            self.host = share._pools_of(self.memory, [None] * layers)
+            self.memory = SharedPool(name, blocks, slot, create=self.rank == 0, layers=layers, device=self.device)
+            self.host = share._pools_of(self.memory, [coding] * layers)
         took = time.perf_counter() - begin
         self.gpu = self.device.alloc(layers * self.slots * page)
         self.pools: list[kvswap.Pool] = []
@@ -71,7 +74,7 @@ class Worker:
         self.nbytes = blocks * layers * page
         memory = self.device.alloc(self.nbytes), self.device.alloc(self.nbytes, host=True)
         self.bare = [kvswap.Pool(self.device, each, 1, self.nbytes) for each in memory]
-        return {"rank": self.rank, "registered MiB": self.nbytes >> 20, "seconds": took}
+        return {"rank": self.rank, "registered MiB": blocks * slot >> 20, "seconds": took}
 
     def own_memory(self) -> None:
         """As an engine's: a file without a name."""
@@ -187,13 +190,18 @@ class Worker:
                 others += transfer.by_others
         return {"GB/s": self.nbytes / statistics.median(times) / 1e9, "by others": others / repeats / self.nbytes}
 
+    def fill(self, turn: int) -> dict[str, Any]:
+        """The same blocks in each process. Two that store to one block at once would leave no coded block otherwise."""
+        self.pattern(False, turn)
+        return {}
+
     def pattern(self, check: bool, turn: int) -> int:
         import numpy as np
 
         from kvswap import _C
 
         keys = np.arange(self.ptrs.size, dtype=np.uint64) + np.uint64(1000003 * turn)
-        return _C._pattern(self.device, check, self.ptrs, self.sizes, keys, self.stream).result(LIMIT)[0]
+        return _C._pattern(self.device, check, self.ptrs, self.sizes, keys, self.stream, self.kind).result(LIMIT)[0]
 
     def check(self) -> dict[str, Any]:
         """Wrong words after a store and a load of new bytes."""
@@ -285,7 +293,8 @@ def one_borrows(processes: list[Process], name: str, options: argparse.Namespace
         for way in ("D2H", "H2D"):
             rates = {method: found[f"{method} {way}"] for method in ("copy", "burst", "share")}
             say(
-                shape=name, slots=f"{slots} x {piece >> 20} MiB", dir=way, by_others=found[f"by others {way}"],
+                shape=name, codec=options.codec, slots=f"{slots} x {piece >> 20} MiB", dir=way,
+                by_others=found[f"by others {way}"],
                 **{f"{method} GB/s": rate for method, rate in rates.items()},
                 of_copy=rates["share"] / rates["copy"], of_burst=rates["share"] / rates["burst"],
             )  # fmt: skip
@@ -304,13 +313,14 @@ def both_at_once(processes: list[Process], name: str, options: argparse.Namespac
     for lend in (False, True):
         how = {"size": 2, "lend": lend, "piece": piece, "slots": slots, "stall": options.stall}
         all_do(two, do="lend" if options.lend else "join", group=f"both{os.getpid()}", **how)
+        all_do(two, do="fill", turn=1)
         for way in ("D2H", "H2D"):
             for rank, found in enumerate(all_do(two, do="measure", methods=["share"], ways=[way], repeats=9)):
                 rates.setdefault(lend, [{}, {}])[rank].update(found)
         all_do(two, do="stop_lending" if options.lend else "leave")
     for way in ("D2H", "H2D"):
         alone, lending = ([each[f"share {way}"] for each in rates[lend]] for lend in (False, True))
-        say(shape=name, both="at once", dir=way, alone=alone, lending=lending,
+        say(shape=name, codec=options.codec, both="at once", dir=way, alone=alone, lending=lending,
             ratios=[b / a for a, b in zip(alone, lending, strict=True)])  # fmt: skip
     return 0
 
@@ -330,7 +340,8 @@ def all_load_the_same(processes: list[Process], name: str, options: argparse.Nam
         rates = [one["GB/s"] for one in together]
         copies = [one["copy H2D"] for one in alone]
         say(
-            shape=name, shared="load", slots=f"{slots} x {piece >> 20} MiB", **{"GB/s of each rank": rates},
+            shape=name, codec=options.codec, shared="load", slots=f"{slots} x {piece >> 20} MiB",
+            **{"GB/s of each rank": rates},
             copy=copies, burst=[one["burst H2D"] for one in alone], by_others=[one["by others"] for one in together],
             of_copy=min(rate / copy for rate, copy in zip(rates, copies, strict=True)),
         )  # fmt: skip
@@ -346,11 +357,14 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="host devices")
     parser.add_argument("--nbytes", type=int, default=1 << 30, help="of a transfer (default 1 GiB)")
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
+    parser.add_argument("--codec", help="of the blocks on the host: exact, mxfp8 or fp4")
     parser.add_argument("--slots", nargs=2, type=int, action="append", metavar=("NBYTES", "COUNT"))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--stall", type=float, default=0.02, help="seconds, as of join() (default 0.02)")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.lend and options.codec:
+        parser.error("--codec is of one pool that all have registered, so without --lend")
     if options.work:
         work(options.work[0], int(options.work[1]))
         return 0
@@ -360,7 +374,8 @@ def main() -> int:
         say(**process.hear())
     for name in options.shape or SHAPES:
         layers, page = SHAPES[name]
-        command = {"do": "open", "name": f"bench_share.{os.getpid()}", "layers": layers, "page": page}
+        command = {"do": "open", "name": f"bench_share.{os.getpid()}", "layers": layers, "page": page,
+                   "codec": options.codec}  # fmt: skip
         for process in processes:  # the first makes the pool
             process.tell(**command, own=options.lend, blocks=max(1, options.nbytes // (layers * page)))
             say(**process.hear())
