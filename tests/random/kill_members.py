@@ -1,12 +1,14 @@
 """kill -9 and SIGSTOP at random points of members of a group that share their links (kvswap.share).
 
     python tests/random/kill_members.py --kills 500
+    python tests/random/kill_members.py --kills 500 --codec exact
     python tests/random/kill_members.py --gpus 0 1 --kills 20
 
 In each turn three members load or store, most often together by a name. In one of four turns one or two of them are
 killed and join again, in another one is stopped for a while. What the others' loads brought must be right, and what a
 store does not name as failed; a store that nobody disturbed names nothing. A member answers within a limit, and all
 meet again.
+--codec: the pools on the host are coded, and some blocks do not fit under `exact`: each store names these.
 With GPUs, members take them in turn, and some are killed in each second turn, because a process takes seconds to begin.
 Prints what it found as JSON: `slowest` is the longest that a load or store took in whose turn a member was killed, in
 seconds, so that none was reported later than that after the kill. Ctrl-C ends it with a report, too. Exit status 1:
@@ -30,32 +32,38 @@ from typing import Any
 import numpy as np
 
 import kvswap
+from kvswap.codecs import Coding
 from kvswap.memory import SharedPool
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "memory")]
-from test_share import BLOCK, BLOCKS, LAYERS, PAGE, Rank  # noqa: E402
+from test_share import BLOCKS, LAYERS, PAGE, Rank, bf16  # noqa: E402
 
 RANKS = (0, 1, 2)
+BAD = [5, 60, 61, 200, 399]  # on the GPUs: `exact` does not hold them
 LIMIT = 30.0  # seconds for an answer; a busy machine needs some
 
 
 class Group:
-    def __init__(self, chance: random.Random, devices: list[str], often: float) -> None:
+    def __init__(self, chance: random.Random, devices: list[str], often: float, codec: str | None) -> None:
         """often: of the turns, how many have a kill; and how many a stop."""
-        self.chance, self.devices, self.often = chance, devices, often
+        self.chance, self.devices, self.often, self.codec = chance, devices, often, codec
         self.name, self.wrong, self.slowest = f"kill{os.getpid()}", list[str](), 0.0
+        self.bad = BAD if codec == "exact" else []
         self.counts = dict.fromkeys(("turns", "kills", "stops", "stores_in_part"), 0)
-        self.memory = SharedPool(self.name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0"))
+        coding = Coding(PAGE, codec) if codec else None
+        slot = LAYERS * (coding.coded_nbytes if coding else PAGE)
+        self.memory = SharedPool(self.name, BLOCKS, slot, layers=LAYERS, device=kvswap.Device("host:0"))
         rng = np.random.default_rng(5)
         for layer in range(LAYERS):
-            self.memory.layer(layer)[:] = rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8)
+            blocks = rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8)
+            self.memory.layer(layer)[:] = coding.encode(bf16(rng, (BLOCKS, PAGE // 2)))[0] if coding else blocks
         self.members = [self.member(rank) for rank in RANKS]
         self.meet()
 
     def member(self, rank: int) -> Rank:
-        device = self.devices[rank % len(self.devices)]
-        return Rank(self.name, rank, device=device, stall=0.05, share_wait=0.05, store_wait=5.0)
+        how: dict[str, Any] = {"device": self.devices[rank % len(self.devices)], "codec": self.codec, "bad": self.bad}
+        return Rank(self.name, rank, stall=0.05, share_wait=0.05, store_wait=5.0, **how)
 
     def hear(self, rank: int, line: str) -> Any:
         """What it answered. A member that fails, or answers too late, is what is wrong."""
@@ -117,10 +125,16 @@ class Group:
             self.meet()
 
     def check(self, rank: int, line: str, found: Any, disturbed: bool) -> None:
-        in_part = line.startswith("[store") and bool(found[1])
-        self.counts["stores_in_part"] += in_part
-        if found[0] is not True or (in_part and not disturbed):
+        named = set(found[1]) if line.startswith("[store") else set()
+        unfit = self.unfit() if line.startswith("[store") else set()
+        self.counts["stores_in_part"] += named > unfit
+        if found[0] is not True or not named >= unfit or (named > unfit and not disturbed):
             self.wrong.append(f"turn {self.counts['turns']}: rank {rank}: {line}: {found}")
+
+    def unfit(self) -> set[int]:
+        """Positions of this turn's store that hold blocks which do not fit."""
+        gpu = np.random.default_rng(self.counts["turns"]).permutation(BLOCKS)[: BLOCKS * 3 // 4]
+        return set(np.flatnonzero(np.isin(gpu, self.bad)).tolist())
 
     def end(self) -> None:
         for member in self.members:
@@ -135,16 +149,19 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1 << 30, help="end after so many kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gpus", type=int, nargs="+", default=[], help="of the members, in turn; else host devices")
+    parser.add_argument("--codec", help="of the pools on the host: exact, mxfp8 or fp4")
     asked = parser.parse_args()
     devices = [f"cuda:{gpu}" for gpu in asked.gpus] or [f"host:{rank}" for rank in RANKS]
-    group = Group(random.Random(asked.seed), devices, 0.5 if asked.gpus else 0.25)
+    group = Group(random.Random(asked.seed), devices, 0.5 if asked.gpus else 0.25, asked.codec)
     begin = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         while not group.wrong and group.counts["turns"] < asked.turns and group.counts["kills"] < asked.kills:
             group.turn()
     group.end()
     found = {**group.counts, "slowest": round(group.slowest, 3), "wrong": group.wrong}
-    print(json.dumps({"seed": asked.seed, **found, "seconds": round(time.monotonic() - begin, 1)}))
+    print(
+        json.dumps({"seed": asked.seed, "codec": asked.codec, **found, "seconds": round(time.monotonic() - begin, 1)})
+    )
     return 1 if group.wrong else 0
 
 
