@@ -24,7 +24,7 @@ from kvswap.vllm._handler import codec_of, kept_layers_of, options_of
 
 _ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
 _MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-_TIERS = ("FileTier", "RemoteTier")  # whose stores name the codec
+TIERS = ("FileTier", "RemoteTier")  # whose stores name the codec
 _DS_MLA = 656  # bytes of a token in fp8_ds_mla: 512 fp8, 4 scales, 64 of RoPE
 
 
@@ -188,12 +188,20 @@ def _refuse_beside(extra_config: Mapping[str, Any]) -> None:
     path = options_of(extra_config)["path"]
     if path not in PATHS:
         raise ValueError(f"kvswap_codec: kvswap_path {path} moves bytes as they are. Use one of {', '.join(PATHS)}")
+    foreign = foreign_tier(extra_config)
+    if foreign is not None:
+        raise ValueError(
+            f"kvswap_codec: the secondary tier {foreign} does not know that blocks are coded. Use "
+            f"{' or '.join(TIERS)} of kvswap.vllm, or leave out kvswap_codec"
+        )
+
+
+def foreign_tier(extra_config: Mapping[str, Any]) -> str | None:
+    """A secondary tier whose stores do not name how kvswap lays out a chunk."""
     for tier in extra_config.get("secondary_tiers") or ():
-        if tier.get("type") not in _TIERS or tier.get("module_path", "kvswap.vllm") != "kvswap.vllm":
-            raise ValueError(
-                f"kvswap_codec: the secondary tier {tier.get('type')} does not know that blocks are coded. Use "
-                f"{' or '.join(_TIERS)} of kvswap.vllm, or leave out kvswap_codec"
-            )
+        if tier.get("type") not in TIERS or tier.get("module_path", "kvswap.vllm") != "kvswap.vllm":
+            return str(tier.get("type"))
+    return None
 
 
 @contextlib.contextmanager
@@ -229,8 +237,14 @@ def take_plan(extra_config: Mapping[str, Any]) -> Plan | None:
 
 def shrink(config: Any, plan: Plan, alignment: int) -> Any:
     """vLLM's OffloadingConfig with coded blocks, from which its spec computes chunks and cells. alignment: of a chunk,
-    all workers together. A chunk is whole blocks, so that blocks are slots at one distance."""
-    factor, nbytes = int(config.cache.blocks_per_chunk), int(config.worker_kv_bytes_per_block)
-    blocks = factor * (1 if getattr(config, "replicated_layout", False) else int(config.parallel.world_size))
-    step = 16 if factor == 1 else max(16, alignment // math.gcd(alignment, blocks))
+    all workers together."""
+    nbytes = int(config.worker_kv_bytes_per_block)
+    step = 16 if int(config.cache.blocks_per_chunk) == 1 else max(16, step_of(config, alignment))
     return dataclasses.replace(config, worker_kv_bytes_per_block=plan.coded_nbytes(nbytes, step) if nbytes else 0)
+
+
+def step_of(config: Any, alignment: int) -> int:
+    """What a block's bytes are a multiple of, where a chunk is whole blocks, so that these are slots at one
+    distance."""
+    ranks = 1 if getattr(config, "replicated_layout", False) else int(config.parallel.world_size)
+    return alignment // math.gcd(alignment, int(config.cache.blocks_per_chunk) * ranks)

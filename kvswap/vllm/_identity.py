@@ -197,6 +197,7 @@ def _layout(spec: Any, vllm: Any, cache: Any, config: Any) -> Any:
 
         found["canonical"] = canonical_mapping.CANONICAL_FORMAT_VERSION
     found["coded"] = _get(spec, "plan.text")  # kvswap_codec
+    found["chunks"] = "block by block" if _get(spec, "by_blocks", False) else None  # kvswap_share
     places = [_place(one, cache.num_blocks) for one in _get(cache, "kv_cache_tensors") or ()]
     found["places"] = digest_of(places)[:16] if places else None
     return {name: value for name, value in found.items() if value is not None} or None

@@ -68,16 +68,16 @@ def why_not(worker: Any) -> str | None:
 _VIEWS = ("create_next_worker_view", "create_next_view")  # from 0.30 on, and before
 
 
-def give_coded_views(region: Any, coded: Sequence[int], factor: int) -> None:
-    """A worker's cell of vLLM's region has the blocks of a chunk, each with the coded bytes of all tensors. coded: of
+def give_block_views(region: Any, pages: Sequence[int], factor: int) -> None:
+    """A worker's cell of vLLM's region has the blocks of a chunk, each with the bytes of all tensors. pages: bytes of
     each tensor, in the order in which the worker asks for them."""
     name = next(name for name in _VIEWS if hasattr(region, name))
     whole = getattr(region, name)(region._worker_area_end - region._worker_offset)
     blocks = whole.reshape(len(whole), factor, -1)
-    if sum(coded) > blocks.shape[-1]:
-        raise ValueError(f"a block has {sum(coded)} coded bytes, and a cell of the region {blocks.shape[-1]} for it")
-    ends = list(accumulate(coded))
-    views = deque(blocks[..., end - nbytes : end] for end, nbytes in zip(ends, coded, strict=True))
+    if sum(pages) > blocks.shape[-1]:
+        raise ValueError(f"a block has {sum(pages)} bytes, and a cell of the region {blocks.shape[-1]} for it")
+    ends = list(accumulate(pages))
+    views = deque(blocks[..., end - nbytes : end] for end, nbytes in zip(ends, pages, strict=True))
 
     def create_next_view(nbytes: int) -> Any:
         del nbytes
@@ -100,7 +100,7 @@ def _register(region: Any, device: _C.Device) -> None:
     region.cleanup = unregister
 
 
-def _slab_for(arguments: dict[str, Any], coded: Sequence[int] | None) -> SlabRegion | None:
+def _slab_for(arguments: dict[str, Any], given: Sequence[int] | None) -> SlabRegion | None:
     """A region for the worker; None if the worker has one, or allocates nothing."""
     caches = arguments["kv_caches"]
     factor = arguments["blocks_per_chunk"]
@@ -113,11 +113,11 @@ def _slab_for(arguments: dict[str, Any], coded: Sequence[int] | None) -> SlabReg
     ):
         return None
     first = caches.tensors[0].tensor
-    pages = [entry.page_size_bytes for entry in caches.tensors] if coded is None else coded
+    pages = [entry.page_size_bytes for entry in caches.tensors] if given is None else given
     try:
         slab = Slab(_C.Device(device_of(first)), pages, caches.group_data_refs, chunks, factor)
     except MemoryError as error:
-        if coded is not None:
+        if given is not None:
             raise
         _logger.warning("host memory is left to vLLM, a tensor at a time: %s", error)
         return None
@@ -131,25 +131,26 @@ def _slab_for(arguments: dict[str, Any], coded: Sequence[int] | None) -> SlabReg
 def allocating(
     init: Callable[..., None],
     made: Callable[[SlabRegion], None],
-    coded: Sequence[int] | None = None,
+    pages: Sequence[int] | None = None,
     shared: Callable[[Any], None] | None = None,
 ) -> Callable[..., None]:
-    """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region. coded: bytes of a
-    coded block of each tensor; None: blocks are not coded. shared: called with vLLM's region, if ranks share loads."""
+    """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region. pages: host bytes of
+    a block of each tensor, if they are coded, or if the blocks of a chunk lie one behind the other. shared: called with
+    vLLM's region, if ranks share loads."""
     signature = inspect.signature(init)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         theirs = call.arguments.get("mmap_region")
-        if theirs is not None and (coded is not None or shared is not None):
+        if theirs is not None and (pages is not None or shared is not None):
             device = _C.Device(device_of(call.arguments["kv_caches"].tensors[0].tensor))
             if device.kind == "host":
                 _register(theirs, device)
-            if coded is not None:
-                give_coded_views(theirs, coded, call.arguments["blocks_per_chunk"])
+            if pages is not None:
+                give_block_views(theirs, pages, call.arguments["blocks_per_chunk"])
             if shared is not None:
                 shared(theirs)
-        region = _slab_for(call.arguments, coded)
+        region = _slab_for(call.arguments, pages)
         if region is not None:
             call.arguments["mmap_region"] = region
             made(region)

@@ -12,6 +12,7 @@ have to be changed, and each store would wait for the reports of all ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 from kvswap._log import logger
 from kvswap.offload._member import Share
 from kvswap.vllm import _lend
+from kvswap.vllm._codec import TIERS, foreign_tier, step_of
 from kvswap.vllm._handler import codec_of, options_of, overlap_of, share_of
 
 _logger = logger("kvswap.vllm")
@@ -72,6 +74,20 @@ def _refuse_options(extra_config: Mapping[str, Any]) -> None:
             raise _refuse(f"kvswap_{name} does not apply to transfers over several links. {leave_out}")
 
 
+def by_blocks(config: Any, extra_config: Mapping[str, Any]) -> bool:
+    """Whether the blocks of a chunk lie one behind the other in vLLM's region, and not layer by layer: members bring
+    blocks of all layers. config: vLLM's OffloadingConfig."""
+    cache = getattr(config, "cache", None)
+    several = cache is not None and cache.blocks_per_chunk > 1 and config.parallel.world_size > 1
+    return several and share_of(extra_config) is not None and codec_of(extra_config) is None
+
+
+def in_blocks(config: Any, alignment: int) -> Any:
+    """The config for by_blocks(). alignment: of a chunk."""
+    nbytes, step = int(config.worker_kv_bytes_per_block), step_of(config, alignment)
+    return dataclasses.replace(config, worker_kv_bytes_per_block=-(-nbytes // step) * step)
+
+
 def seconds_of(spec: Any) -> float | None:
     """How long the ranks of this spec wait for each other's loads; None: they do not share. ValueError: they cannot
     share, and why."""
@@ -92,11 +108,11 @@ def seconds_of(spec: Any) -> float | None:
             "vLLM does not keep one copy of the cache for all ranks. It does for MLA, with tensor parallelism alone, "
             "ranks on one machine (distributed_executor_backend mp), and vLLM 0.30 or later"
         )
-    if config.cache.blocks_per_chunk > 1 and codec_of(spec.extra_config) is None:
+    foreign = foreign_tier(spec.extra_config) if by_blocks(config, spec.extra_config) else None
+    if foreign is not None:
         raise _refuse(
-            f"a chunk has {config.cache.blocks_per_chunk} blocks, layer by layer, and members bring whole blocks. "
-            "Leave out block_size and blocks_per_chunk, or set kvswap_codec, with which the blocks of a chunk lie one "
-            "behind the other"
+            f"the blocks of a chunk lie one behind the other, and the secondary tier {foreign} takes them for vLLM's "
+            f"layers. Use {' or '.join(TIERS)} of kvswap.vllm, or leave out block_size and blocks_per_chunk"
         )
     if len(config.groups) > 1:
         raise _refuse(f"the cache has {len(config.groups)} groups of layers, and members bring blocks of all layers")

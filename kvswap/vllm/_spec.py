@@ -27,7 +27,7 @@ from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
 from kvswap.vllm._metrics import number_of, serve
-from kvswap.vllm._share import describe, is_allowed, meet, say_one_rank, seconds_of
+from kvswap.vllm._share import by_blocks, describe, in_blocks, is_allowed, meet, say_one_rank, seconds_of
 
 _logger = logger("kvswap.vllm")
 
@@ -96,10 +96,12 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
         "remember_failures": spec.remember_failures,
         "layers": spec.layers,
     }
-    coded: list[int] | None = None
+    pages: list[int] | None = None
     if spec.plan is not None:
         options["codings"] = spec.plan.codings(kv_caches)
-        coded = [coding.coded_nbytes for coding in options["codings"]]
+        pages = [coding.coded_nbytes for coding in options["codings"]]
+    elif spec.by_blocks:
+        pages = [int(entry.page_size_bytes) for entry in kv_caches.tensors]
     port = port_of(spec.extra_config)
     if port is not None:
         serve(port, number_of(spec))
@@ -144,7 +146,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
             gpu_worker.pin_mmap_region = _whole(pin)
         init = None if reason else worker.__init__
         if init is not None:
-            worker.__init__ = allocating(init, regions.append, coded, shared)
+            worker.__init__ = allocating(init, regions.append, pages, shared)
         try:
             yield made
         finally:
@@ -190,6 +192,7 @@ class KVSwapTransfers:
     layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
     plan: Plan | None  # of coded blocks
     share_wait: float | None  # seconds; None: loads are not shared
+    by_blocks: bool  # the blocks of a chunk lie one behind the other in vLLM's region
     steps: _lend.Steps | None  # of this worker; None: links are not lent
     config: Any  # OffloadingConfig
     extra_config: dict[str, Any]
@@ -200,6 +203,9 @@ class KVSwapTransfers:
         self.plan = take_plan(config.extra_config)
         if self.plan is not None:
             config = shrink(config, self.plan, self.BLOCK_SIZE_ALIGNMENT)
+        self.by_blocks = by_blocks(config, config.extra_config)
+        if self.by_blocks:
+            config = in_blocks(config, self.BLOCK_SIZE_ALIGNMENT)
         super().__init__(config)  # type: ignore[call-arg]
         _refuse_less_than_a_chunk(self)
         self.share_wait = seconds_of(self)

@@ -328,6 +328,7 @@ VLLM_DIFFERENT: list[tuple[str, str, Any]] = [
     ("overrides", "vllm.model_config.code_revision", OTHER),
     ("mla", "vllm.model_config.use_mla", True),
     ("layout", "spec.config.kv_cache_layout", "LBHNC"),
+    ("layout", "spec.by_blocks", True),
     ("layout", "cache.kv_cache_tensors.0.block_stride", 1 << 16),
     ("layout", "cache.kv_cache_tensors.0.layers", ["model.layers.1"]),
     ("backend", "vllm.attention_config.backend", Some(name="FLASHINFER")),

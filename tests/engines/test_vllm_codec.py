@@ -14,7 +14,7 @@ import pytest
 
 from kvswap.codecs import CODECS, Field
 from kvswap.vllm import _codec, _handler, _identity
-from kvswap.vllm._memory import give_coded_views
+from kvswap.vllm._memory import give_block_views
 
 TOKENS, HEADS, SIZE = 16, 8, 128
 
@@ -327,7 +327,7 @@ def test_a_worker_gets_views_of_coded_size(name: str, factor: int) -> None:
 
     setattr(Region, name, create)
     region = Region()
-    give_coded_views(region, coded, factor)
+    give_block_views(region, coded, factor)
     views = [getattr(region, name)(12345) for _ in coded]
     for i, view in enumerate(views):
         assert view.shape == ((chunks, coded[i]) if factor == 1 else (chunks, factor, coded[i]))
@@ -335,5 +335,5 @@ def test_a_worker_gets_views_of_coded_size(name: str, factor: int) -> None:
     cells = base.reshape(chunks, 3, factor, -1)
     assert not cells[:, [0, 2]].any()
     assert (cells[:, 1] == np.repeat([1, 2, 3, 0], [*coded, padding])).all()
-    with pytest.raises(ValueError, match="has 1000 coded bytes"):
-        give_coded_views(Region(), [1000], factor)
+    with pytest.raises(ValueError, match="a block has 1000 bytes"):
+        give_block_views(Region(), [1000], factor)

@@ -6,6 +6,7 @@ handlers."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -55,6 +56,9 @@ def test_ranks_with_one_copy_of_the_cache_share() -> None:
         assert _share.seconds_of(engine(SHARE, ranks=16)) == 0.002
         coded = {**SHARE, "kvswap_codec": "exact"}
         assert _share.seconds_of(engine(coded)) == _share.seconds_of(engine(coded, blocks=4)) == 0.002
+        tier = {"secondary_tiers": [{"type": "FileTier"}]}
+        assert _share.seconds_of(engine({**SHARE, **tier}, blocks=4)) == 0.002
+        assert _share.seconds_of(engine({**SHARE, "secondary_tiers": [{"type": "fs"}]})) == 0.002
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,11 @@ def test_ranks_with_one_copy_of_the_cache_share() -> None:
         ({}, {"ranks": 17}, "the engine has 17 ranks, and a group at most 16"),
         ({}, {"replicated": False}, "vLLM does not keep one copy of the cache for all ranks"),
         ({}, {"replicated": None}, "vLLM does not keep one copy of the cache for all ranks"),
-        ({}, {"blocks": 4}, "a chunk has 4 blocks, layer by layer, and members bring whole blocks"),
+        (
+            {"secondary_tiers": [{"type": "FileTier"}, {"type": "fs"}]},
+            {"blocks": 4},
+            "the blocks of a chunk lie one behind the other, and the secondary tier fs takes them for vLLM's layers",
+        ),
         ({}, {"groups": 2}, "the cache has 2 groups of layers"),
     ],
 )
@@ -77,6 +85,33 @@ def test_what_cannot_be_shared_is_refused_by_name(extra: dict[str, Any], more: d
     with _share.allowed(model(SHARE), Tells), pytest.raises(ValueError, match=f"kvswap_share: {why}"):
         _share.seconds_of(engine({**SHARE, **extra}, **more))
     assert _share.seconds_of(engine(extra, **more)) is None
+
+
+def test_chunks_of_several_blocks_have_room_for_whole_blocks() -> None:
+    """Which are slots at one distance: vLLM rounds up a chunk, not each of its blocks."""
+
+    @dataclasses.dataclass
+    class Config:
+        blocks: int = 4
+        ranks: int = 2
+        worker_kv_bytes_per_block: int = 5000
+        replicated_layout: bool = True
+
+        def __post_init__(self) -> None:
+            self.cache = SimpleNamespace(blocks_per_chunk=self.blocks)
+            self.parallel = SimpleNamespace(world_size=self.ranks)
+
+    assert _share.by_blocks(Config(), SHARE)
+    made = _share.in_blocks(Config(), 4096)
+    assert made.worker_kv_bytes_per_block == 5120 and 4 * 5120 % 4096 == 0
+    for config, extra in (
+        (Config(), {}),
+        (Config(blocks=1), SHARE),
+        (Config(ranks=1), SHARE),
+        (Config(), {**SHARE, "kvswap_codec": "exact"}),
+        (SimpleNamespace(), SHARE),  # to 0.29
+    ):
+        assert not _share.by_blocks(config, extra)
 
 
 def test_it_needs_kvswaps_connector() -> None:

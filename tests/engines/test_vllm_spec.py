@@ -219,27 +219,32 @@ class SharedFile(Region):
         super().__init__(chunks, row)
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
         self._base = SimpleNamespace(data_ptr=lambda: self.base.ctypes.data, nbytes=self.base.nbytes)
-        self.cleaned = 0
+        self.cleaned, self._worker_offset, self._worker_area_end = 0, 0, row
 
     def cleanup(self) -> None:
         self.cleaned += 1
         os.close(self.fd)
 
 
+@pytest.mark.parametrize("factor", [1, 2])
 def test_ranks_share_the_loads_of_one_region(
-    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    factor: int,
+    vllm: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The other rank does not come; test_offload_share.py has two."""
     monkeypatch.setattr(_share, "_SECONDS", 0.01)
     parallel = SimpleNamespace(world_size=2, rank=0, data_parallel_index=0)
     config = SimpleNamespace(
-        parallel=parallel, cache=SimpleNamespace(blocks_per_chunk=1), groups=(None,), engine_id="one"
+        parallel=parallel, cache=SimpleNamespace(blocks_per_chunk=factor), groups=(None,), engine_id="one"
     )
     extra = {"kvswap_share": True}
     asked = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), model_config=None)
     with _share.allowed(asked, object):
-        spec = vllm.make(1, 9, extra, replicated_layout=True, config=config)
-    spec.region = SharedFile(9, 2 * 512 + 100, tmp_path / "region")
+        spec = vllm.make(factor, 9, extra, replicated_layout=True, config=config, by_blocks=factor > 1)
+    spec.region = SharedFile(9, factor * (2 * 512 + 100), tmp_path / "region")
     caches = caches_of([512, 512])
     expected = [entry.tensor[[4, 5]].copy() for entry in caches.tensors]
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
@@ -247,7 +252,7 @@ def test_ranks_share_the_loads_of_one_region(
     assert "of 2 ranks, rank 0 does not reach 1" in caplog.text
     store, load = worker.handlers
     assert store.member is load.member is not None
-    pair = GPULoadStoreSpec([4, 5], [2], [0]), CPULoadStoreSpec([7, 2])
+    pair = GPULoadStoreSpec([4, 5], [2], [0]), CPULoadStoreSpec([7, 2][: 2 // factor])
     store.transfer_async(1, *pair)
     store.wait({1}, PATIENCE)
     assert store.get_finished()[0].success

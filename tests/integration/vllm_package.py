@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     if options.lend and "Tiering" not in options.spec:
         parser.error("--lend needs vLLM's region: --spec KVSwapTieringOffloadingSpec")
     options.lend_name = options.lend_name or (f"test{os.getpid()}" if options.lend else None)
-    if options.simple or options.lend_name or (options.share and not options.codec):
+    if options.simple or options.lend_name:
         options.blocks_per_chunk = 1
     if options.sleep and options.device != "cpu":
         parser.error("--sleep has memory of its own to take away: --device cpu")
