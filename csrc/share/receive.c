@@ -551,7 +551,8 @@ static void take_kept(struct kvs_share *share, struct kvs_share_job *job) {
   }
 }
 
-/* Tell the others how the own part has ended. The job may be gone then. */
+/* Tell the others how the own part has ended. With more failed blocks than a report names, all of it counts as failed,
+ * here too: ranks must agree on what is stored. The job may be gone then. */
 static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
   struct kvs_share_message *message = &share->message;
   if (job->told || job->left || !job->key || job->direction != KVS_D2H) return false;
@@ -562,6 +563,8 @@ static bool tell(struct kvs_share *share, struct kvs_share_job *job) {
   for (size_t i = 0; i < job->count; i++)
     if (job->failed[i] && part_of_block(share, job, i) == job->mine && message->count <= KVS_SHARE_FAILED)
       message->ids[message->count++] = (uint32_t)i;
+  for (size_t i = 0; message->count > KVS_SHARE_FAILED && i < job->count; i++)
+    if (part_of_block(share, job, i) == job->mine) fail_position(job, i);
   for (unsigned part = 0; part < job->nranks; part++) {
     struct kvs_share_link *link = &share->links[job->order[part]];
     if (part != job->mine && link->state == KVS_LINK_LIVE && !kvs_share_send(link->socket, message))

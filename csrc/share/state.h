@@ -40,7 +40,7 @@ enum {
   KVS_SHARE_ON_LINK = 2,  /* pieces of others on the device's link, in each direction, of all its members */
   KVS_SHARE_MOVES = 32,   /* copies between slots and blocks that are under way */
   KVS_SHARE_OWN = 2,      /* transfers of a job over the own link that are under way */
-  KVS_SHARE_FAILED = 32,  /* failed blocks that a report names; more: all of its part */
+  KVS_SHARE_FAILED = 64,  /* failed blocks that a report names; more: all of its part */
   KVS_SHARE_REPORTS = 64, /* kept for calls that this process has not made yet, for each other member */
   KVS_SHARE_STREAMS = 4,  /* pairs of streams; jobs take them in turn */
 };

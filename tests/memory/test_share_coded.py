@@ -181,6 +181,23 @@ def test_shared_loads_and_stores(ranks: list[Rank]) -> None:
     assert sum(one["passed_on"] for one in stats) == sum(one["brought_by_others_h2d"] for one in stats)
 
 
+def test_ranks_agree_on_many_blocks_that_do_not_fit(name: str) -> None:
+    """A report names some. With more, all of a part counts as failed, on its own rank too."""
+    slot = LAYERS * Coding(PAGE, "exact").coded_nbytes
+    with SharedPool(name, BLOCKS, slot, layers=LAYERS, device=kvswap.Device("host:0")):
+        bad = range(0, BLOCKS, 2)
+        members = [Rank(name, rank, codec="exact", bad=bad, stall=10.0, store_wait=20.0) for rank in range(2)]
+        for member in members:
+            member.ask("member.wait_peers([0, 1], 60)")
+        first, second = (set(failed) for _, failed, _ in all_ask(members, "store(1, shared='s', ranks=[0, 1])"))
+        stored = np.random.default_rng(1).permutation(BLOCKS)[: BLOCKS * 3 // 4]
+        unfit = set(np.flatnonzero(np.isin(stored, bad)).tolist())
+        assert first == second > unfit
+        for member in members:
+            member.stop()
+            member.end()
+
+
 def test_ranks_that_code_in_two_ways_store_nothing_for_each_other(name: str) -> None:
     """Their blocks have the same size, but neither could read what the other has stored."""
     here = Here(name, codec="mxfp8", store_wait=20.0)
