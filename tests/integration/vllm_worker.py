@@ -717,7 +717,15 @@ class Workers:
             return [getattr(self.local, name)(*args)]
         for process in self.processes:
             process.begin(name, *args)
-        return [process.end() for process in self.processes]
+        found, broken = [], None
+        for process in self.processes:  # each answers, also behind one that failed
+            try:
+                found.append(process.end())
+            except Exception as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
+        return found
 
     def call_one(self, rank: int, name: str, *args: Any) -> Any:
         if self.local:
