@@ -462,10 +462,10 @@ static bool has_ended(int process) {
 static bool bury(struct kvs_share *share, struct kvs_share_link *link) {
   if (link->state != KVS_LINK_GONE || share->buried.state != KVS_LINK_UNUSED) return false;
   if (link->socket >= 0) part(share, link);
-  bool ended = has_ended(link->process);
-  if (link->left || ended) kvs_receive_forget(share, link);
+  if (!link->ended) link->ended = has_ended(link->process);
+  if (link->left || link->ended) kvs_receive_forget(share, link);
   if (kvs_receive_uses(share, link) || kvs_bring_works(share, link)) return false;
-  if (link->socket >= 0 && !link->said && !ended) return false;
+  if (link->socket >= 0 && !link->said && !link->ended) return false;
   take_out_locked(link, &share->buried);
   return true;
 }
@@ -498,18 +498,23 @@ static void say_bye(struct kvs_share *share) {
   }
 }
 
-/* What is polled: the wake-up, the sockets, and the processes. A forked child of a process that ended may still hold
- * the socket. The end of a process whose slots only own work uses is known already. BYE waits for room in a socket. */
+bool kvs_share_awaits_end(const struct kvs_share *share, unsigned rank) {
+  const struct kvs_share_link *link = &share->links[rank];
+  return link->state == KVS_LINK_LIVE || (link->state == KVS_LINK_GONE && !link->left && !link->ended);
+}
+
+/* What is polled: the wake-up, the sockets, and the processes, until a round has seen their end: a process may end
+ * between the last round and this. A forked child of a process that ended may still hold the socket. BYE waits for room
+ * in a socket. */
 static void list_polled(struct kvs_share *share, struct pollfd *polled) {
   polled[0] = (struct pollfd){.fd = share->wake, .events = POLLIN};
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {
     const struct kvs_share_link *link = &share->links[i];
     bool live = link->state == KVS_LINK_LIVE, gone = link->state == KVS_LINK_GONE;
-    bool awaited = live || (gone && !link->left && !has_ended(link->process));
     bool bye = gone && !link->said && !kvs_bring_works(share, link);
     polled[1 + 2 * i] =
         (struct pollfd){.fd = live || gone ? link->socket : -1, .events = bye ? POLLIN | POLLOUT : POLLIN};
-    polled[2 + 2 * i] = (struct pollfd){.fd = awaited ? link->process : -1, .events = POLLIN};
+    polled[2 + 2 * i] = (struct pollfd){.fd = kvs_share_awaits_end(share, i) ? link->process : -1, .events = POLLIN};
   }
 }
 

@@ -107,5 +107,7 @@ struct kvs_share_round {
   uint64_t until_ns;
 };
 struct kvs_share_round kvs_share_round(struct kvs_share *);
+/* Whether the end of that member's process wakes the thread. */
+bool kvs_share_awaits_end(const struct kvs_share *, unsigned rank);
 
 #endif

@@ -87,6 +87,7 @@ struct kvs_share_link {
   bool left;           /* it has said BYE */
   bool broken;         /* a message could not be sent, or its process has ended: the link ends in this round */
   bool said;           /* GONE: BYE was sent */
+  bool ended;          /* GONE: a round has seen the end of its process */
   bool lends;          /* pieces may be asked of it */
   uint32_t busy, told; /* directions of unfinished jobs, a bit each: its own, and this member's, as it was told them */
   unsigned unheard;    /* times that it was told, since its last message */

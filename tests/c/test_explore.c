@@ -115,6 +115,8 @@ struct member {
   struct wire wires[MEMBERS];
   struct kvs_share_round last;
   bool dirty, woken;  /* something happened that a poll sees; what ends a sleep */
+  bool sleeps;        /* after a round that changed nothing, and a look at what is to be polled: */
+  uint32_t awaited;   /* members whose end wakes it */
   bool killed, ended; /* it makes no rounds any more; its device does nothing any more */
   bool leaves;
 };
@@ -499,7 +501,7 @@ static void begin_run(void) {
   for (unsigned i = 0; i < asked->members; i++) {
     struct member *m = &members[i];
     memset(m->gpu, 0xDD, (size_t)BLOCKS * NBYTES);
-    m->dirty = m->woken = false;
+    m->dirty = m->woken = m->sleeps = false;
     m->last = (struct kvs_share_round){.until_ns = UINT64_MAX};
     m->share->clock_ns = now;
     for (unsigned other = 0; other < asked->members; other++) {
@@ -534,9 +536,9 @@ static void end_run(void) {
 
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 
-enum kind { STEP, ROUND, ROUND_ONE, SUBMIT, END, TIME, KILL, LOSE, LEAVE, REPEAT };
-static const char *const kinds[] = {"device", "round", "round with one message of", "submit", "ended",
-                                    "time",   "kill",  "lose the link to",          "leave",  "old answer of"};
+enum kind { STEP, ROUND, ROUND_ONE, SLEEP, SUBMIT, END, TIME, KILL, LOSE, LEAVE, REPEAT };
+static const char *const kinds[] = {"device", "round", "round with one message of", "sleep", "submit",       "ended",
+                                    "time",   "kill",  "lose the link to",          "leave", "old answer of"};
 
 struct action {
   enum kind kind;
@@ -574,7 +576,28 @@ static void make_round(unsigned member, unsigned only, bool all) {
   m->dirty = m->woken = false;
   m->last = kvs_share_round(m->share);
   m->dirty |= m->last.changed;
+  m->sleeps = false;
   watch_sockets(member);
+}
+
+/* A process may end between the round and this. */
+static void go_to_sleep(unsigned member) {
+  struct member *m = &members[member];
+  m->sleeps = true;
+  m->awaited = 0;
+  for (unsigned other = 0; other < asked->members; other++)
+    if (kvs_share_awaits_end(m->share, other)) m->awaited |= UINT32_C(1) << other;
+}
+
+static bool some_end(void) {
+  for (unsigned i = 0; i < asked->members; i++)
+    if (members[i].killed && !members[i].ended) return true;
+  return false;
+}
+
+static bool may_sleep(unsigned member) {
+  const struct member *m = &members[member];
+  return !m->sleeps && !m->killed && !m->last.over && !m->last.changed && !m->woken;
 }
 
 /* When what a member waits for is over; UINT64_MAX: it waits for no time. */
@@ -610,10 +633,6 @@ static void pass_time(void) {
 static void end_process(unsigned member) {
   members[member].ended = true;
   if (eventfd_write(members[member].process, 1)) exit(2);
-  for (unsigned i = 0; i < asked->members; i++) {
-    const struct kvs_share_link *link = &members[i].share->links[member];
-    if (link->state == KVS_LINK_LIVE || (link->state == KVS_LINK_GONE && !link->left)) members[i].woken = true;
-  }
 }
 
 static void act(const struct action *action) {
@@ -625,6 +644,9 @@ static void act(const struct action *action) {
   case ROUND:
   case ROUND_ONE:
     make_round(action->member, action->arg, action->kind == ROUND);
+    break;
+  case SLEEP:
+    go_to_sleep(action->member);
     break;
   case SUBMIT:
     submit(action->arg);
@@ -657,6 +679,8 @@ static void act(const struct action *action) {
   }
   for (unsigned i = 0; i < asked->members; i++)
     if (!members[i].ended) run_instants(i);
+  for (unsigned i = 0; i < asked->members && !some_end(); i++)
+    if (may_sleep(i)) go_to_sleep(i);
   check_slots();
   check_jobs();
 }
@@ -675,6 +699,7 @@ static bool awake(unsigned member) {
   if (m->last.changed || m->woken || (m->dirty && (m->last.works || now >= m->last.until_ns))) return true;
   for (unsigned other = 0; other < asked->members; other++) {
     const struct kvs_share_link *link = &m->share->links[other];
+    if (m->sleeps && m->awaited >> other & 1 && members[other].ended) return true;
     if (has_message(member, other)) return true;
     if (link->state == KVS_LINK_GONE && link->socket >= 0 && !link->said && !kvs_bring_works(m->share, link))
       return true;
@@ -697,7 +722,10 @@ static bool may_submit(unsigned at) {
 
 static void list_rounds(unsigned member, struct action *list, unsigned *count) {
   unsigned links = 0;
-  if (!awake(member)) return;
+  if (!awake(member)) {
+    if (may_sleep(member) && some_end()) add(list, count, SLEEP, member, 0);
+    return;
+  }
   add(list, count, ROUND, member, 0);
   for (unsigned other = 0; other < asked->members; other++) links += has_message(member, other);
   for (unsigned other = 0; other < asked->members; other++)
@@ -874,6 +902,7 @@ static void mix_member(unsigned member) {
   const struct kvs_share *share = m->share;
   mix(m->killed), mix(m->ended), mix(m->leaves), mix(m->last.over);
   mix(m->last.changed), mix(m->woken), mix(m->last.works && m->dirty);
+  mix(m->sleeps), mix(m->sleeps ? m->awaited : 0);
   mix_time(m->last.until_ns);
   mix_bytes(m->gpu, BLOCKS * NBYTES);
   if (m->ended) return;

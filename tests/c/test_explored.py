@@ -10,7 +10,7 @@ import pytest
 from builds import CC, FLAGS, KINDS, ROOT, run, succeed
 
 KIND = "address,undefined"
-MOST_RUNS = "3000"
+MOST_RUNS = "6000"
 # name, file of csrc/share, what stands there, what the fault puts there, the case that finds it and what that reports
 FAULTS = [
     (
@@ -40,10 +40,18 @@ FAULTS = [
     (
         "the end of a socket counts as the end of the process",
         "share.c",
-        "if (link->left || ended) kvs_receive_forget",
-        "if (link->left || ended || link->socket < 0) kvs_receive_forget",
+        "if (link->left || link->ended) kvs_receive_forget",
+        "if (link->left || link->ended || link->socket < 0) kvs_receive_forget",
         "load, kill",
         "a slot that another process still copies",
+    ),
+    (
+        "the thread looks at a process itself before it sleeps, and misses an end",
+        "share.c",
+        "(link->state == KVS_LINK_GONE && !link->left && !link->ended)",
+        "(link->state == KVS_LINK_GONE && !link->left && !has_ended(link->process))",
+        "load, kill",
+        "nothing goes on, and a link has not ended",
     ),
     (
         "BYE is said before the pieces under way have ended",
