@@ -17,6 +17,7 @@ import numpy as np
 from kvswap import _C, _links, _metrics_port
 from kvswap._devices import DeviceInfo, devices, missing
 from kvswap._links import Links
+from kvswap._replicas import ReplicaPool, pools
 from kvswap.commands.parser import suggestion
 from kvswap.replay.units import format_size
 from kvswap.share._meet import Group, Loan, groups, loans
@@ -62,6 +63,7 @@ class Report:
     share: list[Group]  # of kvswap.share, on this machine
     links: Links  # of the GPUs, together
     lend: list[Loan]  # engines that lend each other their links (kvswap_lend)
+    replicas: list[ReplicaPool]  # host memory of several engines (kvswap_replicas)
     environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ class Report:
         lines += [f"share    {group}" for group in self.share]
         lines += [f"links    {line}" for line in self.links.lines()]
         lines += [f"lend     {loan}" for loan in self.lend]
+        lines += [f"replicas {pool}" for pool in self.replicas]
         lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
@@ -112,6 +115,7 @@ def collect(*, open_devices: bool = False) -> Report:
         share=groups(),
         links=_links.links(found, _links.tuning_of(found)),
         lend=loans(),
+        replicas=pools(),
         environment=wrong_variables(),
         opened=opened,
     )

@@ -214,6 +214,11 @@ static PyObject *index_hold(PyObject *self, PyObject *Py_UNUSED(ignored)) {
   return answer(self, rc, &err);
 }
 
+static PyObject *index_let_go(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+  kvs_index_let_go(core(self));
+  Py_RETURN_NONE;
+}
+
 static PyObject *index_check(PyObject *self, PyObject *Py_UNUSED(ignored)) {
   struct kvs_error err = {0};
   int rc;
@@ -253,6 +258,7 @@ static PyMethodDef methods[] = {
     {"info", index_info, METH_NOARGS, PyDoc_STR("info($self, /)\n--\n\nCounts of slots and members.")},
     {"close", index_close, METH_NOARGS, PyDoc_STR("close($self, /)\n--\n\nLeave.")},
     {"_hold", index_hold, METH_NOARGS, PyDoc_STR("_hold($self, /)\n--\n\nKeep the lock. For tests.")},
+    {"_let_go", index_let_go, METH_NOARGS, PyDoc_STR("_let_go($self, /)\n--\n\nGive up the lock. For tests.")},
     {"_check", index_check, METH_NOARGS, PyDoc_STR("_check($self, /)\n--\n\nCheck the map. For tests.")},
     {NULL, NULL, 0, NULL},
 };

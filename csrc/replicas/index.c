@@ -487,6 +487,8 @@ int kvs_index_get_info(struct kvs_index *index, struct kvs_index_info *info, str
 
 int kvs_index_hold(struct kvs_index *index, struct kvs_error *err) { return enter(index, err); }
 
+void kvs_index_let_go(struct kvs_index *index) { leave(index); }
+
 int kvs_index_check(struct kvs_index *index, struct kvs_error *err) {
   int status = enter(index, err);
   if (status) return status;

@@ -68,6 +68,7 @@ struct kvs_index_info {
 int kvs_index_get_info(struct kvs_index *, struct kvs_index_info *, struct kvs_error *);
 /* For tests: take the lock and keep it, as a process does that is stopped or killed inside a call. */
 int kvs_index_hold(struct kvs_index *, struct kvs_error *);
+void kvs_index_let_go(struct kvs_index *);                   /* by the same thread */
 int kvs_index_check(struct kvs_index *, struct kvs_error *); /* KVS_INTERNAL: the table is wrong */
 
 #endif

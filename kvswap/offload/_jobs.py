@@ -27,6 +27,7 @@ from kvswap.offload._layout import (
 )
 from kvswap.offload._lend import Lend, LendMap, lend_layout
 from kvswap.offload._member import MemberMap, Share, member_layout
+from kvswap.offload._replicas import ReplicaMap, replica_layout
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
 
@@ -222,8 +223,10 @@ class SingleDirectionOffloadingHandler:
         parts = self.layer_parts if self._cut or codings is not None else ()
         moves = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
         if share is not None:
-            _refuse_beside("share", False, canonical_layout, self._cut, moves)
-            layout: AnyLayout = member_layout(*places, share, codings)
+            _refuse_beside("share", codings is not None and share.ranks == 0, canonical_layout, self._cut, moves)
+            layout: AnyLayout = (
+                replica_layout(*places, share) if share.ranks == 0 else member_layout(*places, share, codings)
+            )
         elif lend is not None:
             _refuse_beside("lend", codings is not None, canonical_layout, self._cut, moves)
             layout = lend_layout(*places, lend)
@@ -267,7 +270,7 @@ class SingleDirectionOffloadingHandler:
     @property
     def member(self) -> Member | None:
         """The member of a group by which jobs go; None: without share= and lend=."""
-        return self._map.member if isinstance(self._map, (MemberMap, LendMap)) else None
+        return self._map.member if isinstance(self._map, (MemberMap, LendMap, ReplicaMap)) else None
 
     @property
     def lending(self) -> Lending | None:

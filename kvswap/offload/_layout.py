@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvswap.offload._coded import CodedLayout, CodedMap
     from kvswap.offload._lend import LendLayout, LendMap
     from kvswap.offload._member import MemberLayout, MemberMap
+    from kvswap.offload._replicas import ReplicaLayout, ReplicaMap
 
 _CPU_KINDS = (1, 3)  # DLPack: plain and pinned host memory
 _CUDA_KINDS = (2, 13)  # a GPU's, and managed
@@ -291,8 +292,8 @@ def make_layout(
     )
 
 
-AnyLayout: TypeAlias = "Layout | CodedLayout | MemberLayout | LendLayout"
-AnyMap: TypeAlias = "_C.OffloadMap | CodedMap | MemberMap | LendMap"
+AnyLayout: TypeAlias = "Layout | CodedLayout | MemberLayout | LendLayout | ReplicaLayout"
+AnyMap: TypeAlias = "_C.OffloadMap | CodedMap | MemberMap | LendMap | ReplicaMap"
 
 
 class SharedMap:

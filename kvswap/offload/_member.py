@@ -20,7 +20,7 @@ from kvswap.share import Member, Place, join_at
 class Share(NamedTuple):
     """Who shares a cache. group: a name, as for kvswap.share.join(). path, generation: the same for all ranks that have
     mapped this host memory, and for no other memory; bytes of its chunks that are in no tensor are padding.
-    share_wait, stall: as for kvswap.share.join()."""
+    share_wait, stall: as for kvswap.share.join(). ranks 0: replicas, whose jobs are their own (_replicas.py)."""
 
     group: str
     rank: int
@@ -29,6 +29,7 @@ class Share(NamedTuple):
     generation: int
     share_wait: float = 0.002
     stall: float = 0.02
+    piece_nbytes: int = 4 << 20  # of replicas
 
 
 class MemberLayout(NamedTuple):

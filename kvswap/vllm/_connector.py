@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvswap.vllm._lend import Steps
     from kvswap.vllm._outcomes import Outcomes
     from kvswap.vllm._overlap import Overlap
+    from kvswap.vllm._replica_manager import ReplicaManager
 
 _logger = logger("kvswap.vllm")
 
@@ -285,6 +286,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._loaded: set[str] = set()  # scheduler: those whose load was reported, and that no step has had since
         self._still = 0  # scheduler: how many of the last steps ran nothing
         self._outcomes: Outcomes | None = None  # scheduler: of loads
+        self._replicas: ReplicaManager | None = None  # scheduler: with kvswap_replicas
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
@@ -295,6 +297,10 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             if codec_of(extra_config) is not None:
                 self._prepare_store = manager.prepare_store
                 manager.prepare_store = self._prepare_store_in_order
+            if hasattr(manager, "reported"):  # of replicas
+                scheduler = self.connector_scheduler
+                manager.unfinished = lambda: scheduler._jobs
+                self._replicas = manager
             self._say_how_blocks_lie(vllm_config, kv_cache_config)
             _finished.install(self.connector_scheduler)
             _windows.install(self.connector_scheduler, kv_cache_config)
@@ -696,6 +702,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
                 computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
+        if self._replicas is not None and meta is not None:
+            self._replicas.reported(meta.completed_jobs)
         self._given_up |= (failed or set()) & self._looked_up
         if self._outcomes is not None and self._outcomes.loads:
             self._outcomes.failed(failed or ())

@@ -55,6 +55,7 @@ _OPTIONS = (
         "kvswap_lend", "true, false, or a name of 1 to 20 letters, digits, '.', '_' or '-'", _name_of, False
     ),
     _options.count("kvswap_lenders", 1, MOST_LENDERS, LENDERS),
+    _options.text("kvswap_replicas", None),
     _options.number("kvswap_share_wait_ms", "a number of milliseconds from 0 to 1000", lambda ms: 0 <= ms <= 1000, 2.0),
 )
 
@@ -110,6 +111,12 @@ def lend_of(extra_config: Mapping[str, Any]) -> tuple[str, int] | None:
     most. None: no links are lent."""
     given = _read(extra_config)
     return (given["kvswap_lend"], given["kvswap_lenders"]) if given["kvswap_lend"] else None
+
+
+def replicas_of(extra_config: Mapping[str, Any]) -> str | None:
+    """kvswap_replicas: the name of the replicas that have one host pool. None: it is this engine's own."""
+    name: str | None = _read(extra_config)["kvswap_replicas"]
+    return name
 
 
 def block_first_of(extra_config: Mapping[str, Any]) -> bool:

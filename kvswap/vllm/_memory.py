@@ -133,10 +133,12 @@ def allocating(
     made: Callable[[SlabRegion], None],
     pages: Sequence[int] | None = None,
     shared: Callable[[Any], None] | None = None,
+    own: Callable[[dict[str, Any]], SlabRegion] | None = None,
 ) -> Callable[..., None]:
     """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region. pages: host bytes of
     a block of each tensor, if they are coded, or if the blocks of a chunk lie one behind the other. shared: called with
-    vLLM's region, if ranks share loads."""
+    vLLM's region, if ranks share loads. own: makes the region of a worker that is called with these arguments, in the
+    place of a slab."""
     signature = inspect.signature(init)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +152,7 @@ def allocating(
                 give_block_views(theirs, pages, call.arguments["blocks_per_chunk"])
             if shared is not None:
                 shared(theirs)
-        region = _slab_for(call.arguments, pages)
+        region = _slab_for(call.arguments, pages) if own is None else own(call.arguments)
         if region is not None:
             call.arguments["mmap_region"] = region
             made(region)

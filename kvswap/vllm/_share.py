@@ -95,7 +95,7 @@ def seconds_of(spec: Any) -> float | None:
     if wait is None:
         return None
     _refuse_options(spec.extra_config)
-    if not _allowed.get():
+    if not is_allowed():
         raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
     config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
     ranks = config.parallel.world_size if config is not None else 0

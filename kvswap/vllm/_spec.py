@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import vllm
@@ -27,6 +28,8 @@ from kvswap.vllm._handler import VLLMHandler, options_of, port_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
 from kvswap.vllm._metrics import number_of, serve
+from kvswap.vllm._replicas import Replicas, manager_for, region_for
+from kvswap.vllm._replicas import of as replicas_of
 from kvswap.vllm._share import by_blocks, describe, in_blocks, is_allowed, meet, say_one_rank, seconds_of
 
 _logger = logger("kvswap.vllm")
@@ -79,8 +82,15 @@ def _leave(spec: KVSwapTransfers, reason: str) -> None:
         raise kvswap.Error(f"kvswap_lend: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     if spec.share_wait is not None:
         raise kvswap.Error(f"kvswap_share: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
+    if spec.replicas is not None:
+        raise kvswap.Error(f"kvswap_replicas: {reason} (vLLM {vllm.__version__}, kvswap {kvswap.__version__})")
     versions = (vllm.__version__, kvswap.__version__, reason)
     _logger.warning("vLLM %s with kvswap %s: %s. vLLM's own transfers stay", *versions)
+
+
+def _needs_ours(spec: KVSwapTransfers) -> bool:
+    """Whether the host memory cannot be as vLLM allocates it."""
+    return any(option is not None for option in (spec.plan, spec.share_wait, spec.steps, spec.replicas))
 
 
 @contextmanager
@@ -112,6 +122,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
     if spec.steps is not None:
         steps = spec.steps
         shared = lambda region: options.update(lend=_lend.describe(spec, region, steps))  # noqa: E731
+    own = None if spec.replicas is None else partial(region_for, spec.replicas, options)
     made: list[Any] = []
     regions: list[SlabRegion] = []
 
@@ -132,7 +143,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
 
     worker = worker_class(gpu_worker)
     reason = why_not_block_first(worker)
-    if reason is not None and (spec.plan is not None or spec.share_wait is not None or spec.steps is not None):
+    if reason is not None and _needs_ours(spec):
         _leave(spec, reason)
     if reason is not None:
         _logger.warning(
@@ -146,7 +157,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
             gpu_worker.pin_mmap_region = _whole(pin)
         init = None if reason else worker.__init__
         if init is not None:
-            worker.__init__ = allocating(init, regions.append, pages, shared)
+            worker.__init__ = allocating(init, regions.append, pages, shared, own)
         try:
             yield made
         finally:
@@ -185,7 +196,8 @@ class KVSwapTransfers:
     kvswap_codec_keep ([]; numbers of layers whose blocks it keeps as they are), kvswap_share (false; under
     KVSwapConnector: ranks that hold the same cache load it once), kvswap_share_wait_ms (2; for another rank's call),
     kvswap_lend (false; under KVSwapConnector: engines of this name, true for a default one, lend each other their GPU's
-    link), kvswap_lenders (3; engines at most that lend to a worker, and to which it lends).
+    link), kvswap_lenders (3; engines at most that lend to a worker, and to which it lends),
+    kvswap_replicas (None; under KVSwapConnector: a name; replicas of one name have one host pool).
     """
 
     remember_failures = True
@@ -194,6 +206,8 @@ class KVSwapTransfers:
     share_wait: float | None  # seconds; None: loads are not shared
     by_blocks: bool  # the blocks of a chunk lie one behind the other in vLLM's region
     steps: _lend.Steps | None  # of this worker; None: links are not lent
+    replicas: Replicas | None = None  # the pool that is common to several engines
+    _manager: Any
     config: Any  # OffloadingConfig
     extra_config: dict[str, Any]
     BLOCK_SIZE_ALIGNMENT: int
@@ -209,7 +223,23 @@ class KVSwapTransfers:
         super().__init__(config)  # type: ignore[call-arg]
         _refuse_less_than_a_chunk(self)
         self.share_wait = seconds_of(self)
-        self.steps = _lend.Steps() if _lend.check(self, is_allowed()) else None
+        self.replicas = replicas_of(self)
+        lends = _lend.check(self, is_allowed())
+        self.steps = _lend.Steps() if lends and self.replicas is None else None
+        if self.replicas is not None:
+            self.remember_failures = False  # other engines write to the host's blocks as well
+
+    def get_manager(self) -> Any:
+        """As vLLM's; of replicas, one whose index they have in common."""
+        if self.replicas is None:
+            return super().get_manager()  # type: ignore[misc]
+        if self._manager is None:
+            self._manager = manager_for(self.replicas, self)
+        return self._manager
+
+    def _uses_shared_region(self) -> bool:
+        """As vLLM's; replicas have a region that is not vLLM's."""
+        return self.replicas is None and bool(super()._uses_shared_region())  # type: ignore[misc]
 
     def create_worker(self, kv_caches: Any) -> Any:
         """As vLLM's, with kvswap's handlers."""

@@ -359,3 +359,39 @@ def test_what_members_cannot_bring_is_refused(more: dict[str, Any], why: str) ->
     }
     with pytest.raises(ValueError, match=why):
         SingleDirectionOffloadingHandler([np.zeros((8, 512), np.int8)], [np.zeros((8, 512), np.int8)], **arguments)
+
+
+def test_replicas_lend_their_links_to_loads_of_some_size_and_never_to_stores(given: dict[str, Any]) -> None:
+    """A lender that still wrote for a process that was killed would write to blocks that are another's by then."""
+    one, other = Rank(rank=0, ranks=0, **given), Other(rank=1, ranks=0, **given)
+    try:
+        assert other.hear() == "here"
+        until(lambda: one.member.peers == (1,))
+        blocks, chunks = list(range(5, 205)), list(range(249, 49, -1))
+        one.fill(7)
+        one.store(1, blocks, chunks)
+        assert one.end([1]) == {1: None} and one.holds(chunks, blocks)
+        jobs = itertools.count(2)
+
+        def brought(count: int) -> bool:
+            """By the other, of a load; that may be nothing, if the other is late."""
+            job = next(jobs)
+            for tensor in one.gpu:
+                tensor[:] = 0
+            one.load(job, chunks[:count], blocks[:count])
+            assert one.end([job]) == {job: None} and one.holds(chunks[:count], blocks[:count])
+            return one.member.stats()["brought_by_others_h2d"] > 0
+
+        assert not brought(20)  # of 4 MiB
+        until(lambda: brought(200))  # of 35
+        assert one.member.stats()["brought_by_others_d2h"] == 0
+        other.say(
+            f"rank.load(1, {chunks}, {blocks}) or rank.end([1]) == {{1: None}} and rank.holds({chunks}, {blocks})"
+        )
+        assert other.hear() is True
+        other.popen.kill()
+        brought(200)
+    finally:
+        other.popen.kill()
+        other.popen.communicate()
+        one.close()

@@ -45,6 +45,9 @@ own-tests;0.26.0 0.33.0;
 package;0.26.0 0.33.0;
 ranks;0.26.0 0.33.0;$ranks
 ranks-sleep;0.26.0 0.33.0;--sleep $ranks
+replicas;0.30.0 0.33.0;--replicas
+replicas-lend;0.33.0;--replicas --lend
+replicas-ranks;0.33.0;--replicas --ranks 2
 simple;0.26.0 0.33.0;--simple
 sleep;0.26.0 0.33.0;--sleep
 stock;0.33.0;--stock

@@ -20,6 +20,7 @@ blocks, and what it computed beside a load that failed is stored nowhere. --over
 of such a load (vllm_overlap.py); with --block-first, for a part of each block.
 --hybrid: also as vllm_windows.py says. --lend: as vllm_lend.py says. --share: ranks load the latents of MLA once, each
 a part (kvswap_share).
+--replicas: several engines with one host pool, as vllm_replicas.py says.
 vllm_worker.py says what stands in for what.
 """
 
@@ -70,15 +71,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lend", action="store_true", help="kvswap_lend: two engines lend each other their links")
     parser.add_argument("--lend-name", help=argparse.SUPPRESS)
     parser.add_argument("--lender", action="store_true", help=argparse.SUPPRESS)  # the second engine
+    parser.add_argument("--replicas", action="store_true", help="engines with one host pool (kvswap_replicas)")
+    parser.add_argument("--replica", help="be the engine that is killed")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.source and not Path(options.source, "vllm").is_dir():
         parser.error(f"{options.source} is no unpacked source package of vLLM: it has no folder vllm")
-    if options.ranks > 1 and "Tiering" not in options.spec:
+    if options.ranks > 1 and "Tiering" not in options.spec and not options.replicas:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
     if options.share and (options.ranks == 1 or not options.mla):
         parser.error("--share needs --mla and --ranks 2: what is the same on all ranks")
-    if options.lend and "Tiering" not in options.spec:
+    if options.lend and "Tiering" not in options.spec and not options.replicas:
         parser.error("--lend needs vLLM's region: --spec KVSwapTieringOffloadingSpec")
     options.lend_name = options.lend_name or (f"test{os.getpid()}" if options.lend else None)
     if options.simple or options.lend_name:
@@ -116,6 +119,7 @@ import vllm
 import vllm_codec
 import vllm_lend
 import vllm_overlap
+import vllm_replicas
 import vllm_windows
 from prometheus_client import REGISTRY
 from vllm.config import set_current_vllm_config
@@ -143,8 +147,9 @@ WRONG = 950  # a token that was computed from wrong bytes
 class Engine:
     """vLLM's scheduler, and its ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        engine_id = f"kvswap-test-{os.getpid()}"
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        engine_id = f"kvswap-test-{os.getpid()}" + (f"-{number}" if number else "")
+        self.folder = folder
         self.config = make_config(OPTIONS, folder, engine_id, 0)
         cache = make_cache(OPTIONS, self.config)
         self.config.cache_config.num_gpu_blocks = cache.num_blocks
@@ -358,7 +363,16 @@ def scenario(engine: Engine) -> None:
     say(f"four requests at once: {loaded} tokens from the host")
     if not (OPTIONS.stock or OPTIONS.simple):
         assert engine.outcomes() == {"used": engine.loaded}, (engine.outcomes(), engine.loaded)
-    if OPTIONS.codec:
+    if OPTIONS.replicas:
+        vllm_replicas.scenario(
+            engine,
+            lambda number, place=engine.folder: Engine(place, number),
+            OPTIONS,
+            say,
+            prompt,
+            engine.folder,
+        )
+    elif OPTIONS.codec:
         vllm_codec.scenario(engine, OPTIONS, say, prompt)
     elif OPTIONS.overlap:
         vllm_overlap.scenario(engine, OPTIONS, say, prompt)
@@ -733,7 +747,9 @@ def main() -> int:
     print(f"{OPTIONS.ranks} ranks, " if OPTIONS.ranks > 1 else "", end="")
     print(connector_of(OPTIONS)["kv_connector"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(Path(folder))
+        if OPTIONS.replica is not None:
+            vllm_replicas.store_for_ever(Engine(vllm_replicas.model_of(OPTIONS), 9), prompt)
+        engine = Engine(vllm_replicas.model_of(OPTIONS) if OPTIONS.replicas else Path(folder))
         first = engine.workers.call("stats")[0]
         assert first["handlers"], "vLLM's own handlers are in use"
         say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))

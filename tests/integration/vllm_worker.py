@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import vllm_replicas
 from vllm.config import (
     CacheConfig,
     CUDAGraphMode,
@@ -65,7 +66,7 @@ try:
     from vllm.v1.core import kv_cache_planning as planner
 except ImportError:  # to 0.32
     from vllm.v1.core import kv_cache_utils as planner
-from kvswap.vllm import _lend, _parts
+from kvswap.vllm import _lend, _parts, _replicas
 from kvswap.vllm._handler import VLLMHandler
 
 TOKENS = 16  # of a block
@@ -167,6 +168,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     if options.lend_name:
         extra["kvswap_lend"] = options.lend_name
+    if options.replicas:
+        extra |= {"kvswap_replicas": vllm_replicas.name_of(), "cpu_bytes_to_use": 2 << 20}
     if options.codec:
         extra |= {"kvswap_codec": options.codec, "kvswap_codec_keep": options.keep}
     if options.sleep and "Tiering" in options.spec:  # which keeps its blocks while the engine sleeps
@@ -364,7 +367,9 @@ class Worker:
         self.options, self.rank = options, rank
         self.part = 0 if options.mla else rank  # all ranks have the same latents, and heads of their own
         where = options.device
-        if where == "cpu" and "Tiering" in options.spec:  # to 0.32 it takes the rank from the index of the GPU
+        if where == "cpu" and (
+            options.ranks > 1 or "Tiering" in options.spec
+        ):  # to 0.32 it takes the rank from the index of the GPU
             torch.accelerator.current_device_index = lambda: rank
         elif options.ranks > 1:
             where = f"cuda:{rank}"
@@ -390,6 +395,7 @@ class Worker:
             _member.join_at = functools.partial(_member.join_at, piece_nbytes=2 * options.layers * PAGE)
         if options.lend_name:
             _lend.Lend = functools.partial(_lend.Lend, piece_nbytes=2 * options.layers * PAGE)
+            _replicas.Share = functools.partial(_member.Share, piece_nbytes=2 * options.layers * PAGE)
         if options.overlap and options.block_first:
             _parts.LEAST_NBYTES = PAGE  # blocks have few KiB here, and would be one part each
         with set_current_vllm_config(config):

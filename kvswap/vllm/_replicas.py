@@ -1,0 +1,217 @@
+"""kvswap_replicas: data-parallel replicas of vLLM on one machine read one host pool with one index (docs/share.md).
+
+Each replica's workers map the same shared pool in the place of vLLM's own region, and its scheduler has a manager whose
+index is in that pool (_replica_manager.py). What one replica has stored is a hit for all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvswap import _C
+from kvswap._log import logger
+from kvswap._replicas import segment_of
+from kvswap.identity import Said
+from kvswap.offload._layout import device_of, is_torch
+from kvswap.offload._member import Share
+from kvswap.vllm import _share
+from kvswap.vllm._handler import codec_of, falls_back, lend_of, replicas_of, share_of
+from kvswap.vllm._identity import identity_of
+from kvswap.vllm._memory import SlabRegion
+
+_logger = logger("kvswap.vllm")
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,30}")
+_MEMBER_NBYTES = 100
+_CURES = {
+    "hash": "set PYTHONHASHSEED to the same number for all replicas, or leave out prefix_caching_hash_algo",
+    "kv_format": "set --kv-cache-dtype",
+    "ranks": "set the engine's parallel sizes",
+}
+
+
+def _refuse(why: str) -> ValueError:
+    return ValueError(f"kvswap_replicas: {why}")
+
+
+class Replicas(NamedTuple):
+    """The pool of these replicas, and this one's name in it."""
+
+    name: str  # as in the configuration
+    segment: str  # of the shared pool
+    member: str
+    chunks: int
+    row: int  # bytes of a chunk of all ranks
+    cell: int  # bytes of a chunk of one rank
+    rank: int  # whose cell
+    lends: bool  # kvswap_lend: each other's loads
+
+    def join(self, identity: str | None) -> _C._ReplicaIndex:
+        """Join. identity: of a scheduler; None: a worker. ValueError, kvswap.Error: it cannot, and why."""
+        try:
+            return _C._ReplicaIndex(self.segment, self.chunks, self.row, self.member, identity)
+        except ValueError as error:
+            raise _refuse(f"{self.name!r}: {error}. Replicas of one name run the same model in the same way") from None
+        except _C.Error as error:
+            raise _C.Error(f"kvswap_replicas: {self.name!r}: {error}") from None
+
+
+def _refuse_options(spec: Any) -> None:
+    """ValueError: another option that does not go with it."""
+    extra: Mapping[str, Any] = spec.extra_config
+    leave_out = "Leave out one of the two"
+    if codec_of(extra) is not None:
+        raise _refuse(f"blocks of kvswap_codec have other bytes than those that replicas share. {leave_out}")
+    if share_of(extra) is not None:
+        raise _refuse(f"kvswap_share is for the ranks of one engine. {leave_out}")
+    if falls_back(extra):
+        raise _refuse(f"with kvswap_fallback vLLM's own transfers may stay, which know no common pool. {leave_out}")
+    if extra.get("canonical_layout"):
+        raise _refuse(f"canonical_layout has rows of another form. {leave_out}")
+    if extra.get("eviction_policy", "lru") != "lru" or extra.get("cache_policy_module_path"):
+        raise _refuse("the common index evicts the least recently used block. Leave out eviction_policy, "
+                      "cache_policy_module_path")  # fmt: skip
+    if int(extra.get("store_threshold", 0)) >= 2:
+        raise _refuse("the common index stores what it is offered. Leave out store_threshold")
+    if any(kind.__name__ == "TieringOffloadingSpec" for kind in type(spec).__mro__):
+        raise _refuse("secondary tiers take the host pool for one engine's. Leave out spec_name TieringOffloadingSpec")
+
+
+def of(spec: Any) -> Replicas | None:
+    """Of a spec that vLLM has made; None: without the option. ValueError: it cannot be, and why."""
+    name = replicas_of(spec.extra_config)
+    if name is None:
+        return None
+    if not _NAME.fullmatch(name):
+        raise _refuse(f"{name!r} is no name: 1 to 30 letters, digits, '.', '_' or '-'")
+    config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
+    if config is None or not hasattr(spec, "num_chunks"):
+        raise _refuse("it needs vLLM 0.30 or later")
+    _refuse_options(spec)
+    if not _share.is_allowed():
+        raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
+    if config.enable_kv_cache_events:
+        raise _refuse(
+            "events name the blocks that one engine has, and here other engines store and evict them. Leave out "
+            "enable_kv_cache_events"
+        )
+    engine = f"{config.engine_id}/{config.parallel.data_parallel_index}"
+    if len(engine.encode()) > _MEMBER_NBYTES:
+        engine = hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
+    cell = spec.cpu_page_size_per_worker
+    rank = 0 if spec.replicated_layout else config.parallel.rank
+    lends = lend_of(spec.extra_config) is not None
+    if lends and config.parallel.world_size > 1:
+        raise _refuse(f"with kvswap_lend an engine has one rank, and this one has {config.parallel.world_size}")
+    return Replicas(name, segment_of(name), engine, spec.num_chunks, spec.kv_bytes_per_chunk, cell, rank, lends)
+
+
+# -- worker -----------------------------------------------------------------------------------------------------------
+
+
+class ReplicaRegion(SlabRegion):
+    """The common pool with the methods of vLLM's SharedOffloadRegion that the worker uses."""
+
+    def __init__(self, replicas: Replicas, device: _C.Device, torch: bool) -> None:
+        try:
+            self.pool = _C.SharedPool(
+                replicas.segment,
+                replicas.chunks,
+                replicas.row,
+                create=None,
+                index_nbytes=_C._replica_index_nbytes(replicas.chunks),
+                device=device,
+                pages="transparent",
+                numa="interleave",  # GPUs of all nodes read it
+            )
+        except ValueError as error:
+            raise _refuse(
+                f"{replicas.name!r}: {error}. Replicas of one name have the same model, parallel sizes and "
+                "cpu_bytes_to_use"
+            ) from None
+        self.is_pinned = self.pool.pinned
+        self._index: _C._ReplicaIndex | None = replicas.join(None)
+        self.number = self._index.info()["member"]
+        self._rows = _rows_of(self.pool, replicas, torch)
+        self._at, self._end = replicas.rank * replicas.cell, (replicas.rank + 1) * replicas.cell
+        self.rows = list
+
+    def create_next_view(self, nbytes: int) -> Any:
+        """The next tensor's chunks, in this rank's cell of each row."""
+        begin, self._at = self._at, self._at + nbytes
+        if self._at > self._end:
+            raise ValueError(f"a chunk of this rank has {self._end - begin} bytes left, and a tensor {nbytes}")
+        return self._rows[:, begin : self._at]
+
+    create_next_worker_view = create_next_view
+
+    def cleanup(self) -> None:
+        """Called after the handlers have ended. The memory is left with the last tensor."""
+        index, self._index = self._index, None
+        if index is not None:
+            index.close()
+        self._rows = None
+
+    def share(self, replicas: Replicas) -> Share:
+        """This worker among those that lend their links. ranks 0: their loads are their own."""
+        return Share(f"replicas-{replicas.name}", self.number, 0, self.pool.path, self.pool.generation)
+
+
+def _rows_of(pool: _C.SharedPool, replicas: Replicas, torch: bool) -> Any:
+    if torch:
+        import torch as library
+
+        flat: Any = library.frombuffer(pool, dtype=library.int8)
+    else:
+        import numpy as np
+
+        flat = np.frombuffer(pool, np.int8)  # type: ignore[call-overload]
+    return flat.reshape(replicas.chunks, replicas.row)
+
+
+def region_for(replicas: Replicas, options: dict[str, Any], arguments: Mapping[str, Any]) -> ReplicaRegion:
+    """For a worker that is made with these arguments. options: of its handlers, which are added to."""
+    first = arguments["kv_caches"].tensors[0].tensor
+    region = ReplicaRegion(replicas, _C.Device(device_of(first)), is_torch(first))
+    _logger.info(
+        "kvswap_replicas: the host memory is that of all replicas of %r: %d chunks of %d bytes, %.2f GB",
+        *(replicas.name, replicas.chunks, replicas.row, replicas.chunks * replicas.row / 1e9),
+    )
+    if replicas.lends:
+        options.update(share=region.share(replicas))
+    return region
+
+
+# -- scheduler --------------------------------------------------------------------------------------------------------
+
+
+def _identity_text(spec: Any) -> str:
+    """What the blocks mean. ValueError: it is not known, so that others might mean something else.
+
+    The name vouches for weights of a model without a known version: all replicas run now."""
+    identity = identity_of(spec, Said(unversioned=True))
+    if not identity.storable:
+        raise _refuse("the scales of the KV are computed at run time, differently in each replica. Set "
+                      "calculate_kv_scales to false")  # fmt: skip
+    for field in identity.unknown:
+        raise _refuse(f"the {field.replace('_', ' ')} of blocks is not known: {_CURES[field]}")
+    if "revision" not in identity.fields:
+        _logger.warning(
+            "kvswap_replicas: the version of the weights of %s is not known: all replicas of one name must have the "
+            "same weights",
+            identity.fields.get("model"),
+        )
+    return identity.text
+
+
+def manager_for(replicas: Replicas, spec: Any) -> Any:
+    """A scheduler's. ValueError, kvswap.Error: it cannot join the others, and why."""
+    from kvswap.vllm._replica_manager import ReplicaManager  # which needs a release that has such managers
+
+    index = replicas.join(_identity_text(spec))
+    others = index.info()["members"] - 1
+    _logger.info("kvswap_replicas: one index of %r, with %d other replicas now", replicas.name, others)
+    return ReplicaManager(index, replicas.chunks, getattr(spec, "cpu_info", None))
