@@ -191,9 +191,9 @@ def measure_beside(
                     found[method].append((2 * window.piece_seconds / (before + after), window.gbps))
                     before = after
             for method, pairs in found.items():
-                slow, gbps = (statistics.median(values) for values in zip(*pairs, strict=True))
+                slow, rate = (statistics.median(values) for values in zip(*pairs, strict=True))
                 row = {"shape": name, "beside": "step", "at": gbps, "method": method, "dir": way}
-                print(json.dumps({**row, "slow-down": round(slow, 4), "GB/s of KV": round(gbps, 2)}), flush=True)
+                print(json.dumps({**row, "slow-down": round(slow, 4), "GB/s of KV": round(rate, 2)}), flush=True)
     device.set_compute_stream(0)
 
 
