@@ -558,18 +558,11 @@ static void depend_on_the_rest(const struct move_call *call, struct kvs_work *wo
   const struct kvs_settlement settlement = settlement_of(call);
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
-    for (size_t b = 0; dst->failures.count && !kvs_settlement_whole(&settlement, i) && b < call->all; b++) {
+    bool part = kvs_failures_any(&dst->failures) && !kvs_settlement_whole(&settlement, i);
+    for (size_t b = 0; part && dst->failures.count && b < call->all; b++) {
       const struct kvs_failure *failure = kvs_failures_get(&dst->failures, (uint64_t)call->all_dst[b]);
       if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
     }
-  }
-}
-
-/* The transfer is settled late: it depends on all undecided transfers that wrote any slot of the pool. */
-static void depend_on_all(struct kvs_pool *pool, struct kvs_work *work) {
-  for (uint64_t slot = 0; pool->failures.count && slot < pool->failures.slots; slot++) {
-    const struct kvs_failure *failure = kvs_failures_get(&pool->failures, slot);
-    if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
   }
 }
 
@@ -580,7 +573,7 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   uint32_t *kept = call->room->positions, *lost = kept + call->all; /* kept grows from the front, lost from the back */
   const struct kvs_pool *pool;
   size_t n = 0, failures = 0;
-  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->failures.count;
+  for (size_t i = 0; i < call->move->npairs; i++) failures += kvs_failures_any(&call->move->src[i]->failures);
   if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
     const struct kvs_failure *failure = kvs_settlement_lost(&settlement, call->all_src[i], &pool, &work->dependencies);
@@ -618,10 +611,9 @@ static int follow_failures(struct move_call *call, struct kvs_work *work, struct
     return kvs_fail(err, KVS_UNSUPPORTED,
                     "a transfer whose ids are on the device, or whose blocks are coded, still uses one of these pools: "
                     "wait() for it before a transfer between two devices");
-  for (size_t i = 0; i < move->npairs; i++) {
-    depend_on_all(move->src[i], work);
-    depend_on_all(move->dst[i], work);
-  }
+  for (size_t i = 0; i < move->npairs; i++) /* it may be of any slot */
+    work->dependencies |=
+        kvs_failures_dependencies(&move->src[i]->failures) | kvs_failures_dependencies(&move->dst[i]->failures);
   call->late = kvs_late_new(&settlement, call->nparts);
   return call->late ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to follow a transfer of %zu blocks", call->all);
 }
@@ -632,7 +624,7 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
   if (call->late)
     kvs_late_add(call->late, (struct kvs_transfer *)transfer);
   else
-    kvs_settle(&settlement, transfer);
+    kvs_settle(&settlement, transfer, false);
 }
 
 /* -- the race checker ------------------------------------------------------------------------------------------ */

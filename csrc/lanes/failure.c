@@ -43,9 +43,11 @@ void kvs_failure_end(struct kvs_failure *failure, const struct kvs_error *error)
   atomic_fetch_sub(&failure->running, 1);
 }
 
-void kvs_failure_unref(struct kvs_failure *failure) {
-  if (atomic_fetch_sub(&failure->refs, 1) == 1) free(failure);
+static void unref(struct kvs_failure *failure, unsigned count) {
+  if (atomic_fetch_sub(&failure->refs, count) == count) free(failure);
 }
+
+void kvs_failure_unref(struct kvs_failure *failure) { unref(failure, 1); }
 
 /* -- the records of a table of slots --------------------------------------------------------------------------- */
 
@@ -61,6 +63,29 @@ void kvs_failures_close(struct kvs_failures *failures) {
   failures->items = NULL;
 }
 
+/* A transfer of all layers of many blocks leaves one record in 100,000 slots. In a large table with few records it is
+ * faster to look each up. */
+bool kvs_failures_any(struct kvs_failures *failures) {
+  struct kvs_failure *only = failures->count ? failures->only : NULL;
+  if (only && failures->slots / 64 <= failures->count && kvs_failure_verdict(only) == KVS_SLOT_WELL) {
+    memset(failures->items, 0, failures->slots * sizeof *failures->items);
+    unref(only, (unsigned)failures->count);
+    failures->count = 0;
+  }
+  return failures->count != 0;
+}
+
+uint64_t kvs_failures_dependencies(struct kvs_failures *failures) {
+  uint64_t dependencies = 0;
+  if (!kvs_failures_any(failures)) return 0;
+  for (uint64_t slot = 0; failures->count && slot < failures->slots; slot++) {
+    const struct kvs_failure *failure = kvs_failures_get(failures, slot);
+    if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) dependencies |= failure->dependencies;
+    if (failure && failure == failures->only) break;
+  }
+  return dependencies;
+}
+
 struct kvs_failure *kvs_failures_get(struct kvs_failures *failures, uint64_t slot) {
   if (!failures->count || !failures->items[slot]) return NULL;
   if (kvs_failure_verdict(failures->items[slot]) == KVS_SLOT_WELL) kvs_failures_set(failures, slot, NULL);
@@ -69,7 +94,9 @@ struct kvs_failure *kvs_failures_get(struct kvs_failures *failures, uint64_t slo
 
 void kvs_failures_set(struct kvs_failures *failures, uint64_t slot, struct kvs_failure *failure) {
   struct kvs_failure *before = failures->items[slot];
+  if (failure == before) return;
   if (failure) atomic_fetch_add(&failure->refs, 1);
+  if (failure && (!failures->count || failures->only != failure)) failures->only = failures->count ? NULL : failure;
   failures->items[slot] = failure;
   if (failure && !before) failures->count++;
   if (!failure && before) failures->count--;
@@ -139,8 +166,8 @@ static void pass_on(const struct kvs_settlement *s, size_t position, struct kvs_
 static void clear_failures(const struct kvs_settlement *s) {
   for (size_t i = 0; i < s->npairs; i++) {
     struct kvs_pool *dst = s->dst[i];
-    for (size_t b = 0; dst && dst->failures.count && kvs_settlement_whole(s, i) && b < s->count; b++)
-      set_record(dst, s->dst_slots[b], NULL);
+    bool whole = dst && kvs_failures_any(&dst->failures) && kvs_settlement_whole(s, i);
+    for (size_t b = 0; whole && dst->failures.count && b < s->count; b++) set_record(dst, s->dst_slots[b], NULL);
   }
 }
 
@@ -160,12 +187,18 @@ static void lose_all(const struct kvs_settlement *s, struct kvs_failure *failure
       set_record(s->dst[i], (int64_t)slot, failure);
 }
 
-void kvs_settle(const struct kvs_settlement *s, const struct kvs_transfer *transfer) {
+/* Its own work has ended: only other transfers that share the record may leave it open. */
+static bool is_open(const struct kvs_transfer *transfer, bool over) {
+  const struct kvs_failure *outcome = transfer->outcome;
+  if (!transfer->dependencies || !outcome) return false;
+  return atomic_load(&outcome->running) > over || atomic_load(&outcome->failed);
+}
+
+void kvs_settle(const struct kvs_settlement *s, const struct kvs_transfer *transfer, bool over) {
   static struct kvs_failure unknown = {
       .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   clear_failures(s);
-  if (transfer->dependencies && kvs_failure_verdict(transfer->outcome) == KVS_SLOT_OPEN)
-    leave_open(s, transfer->outcome); /* if it is settled late, the transfer has ended */
+  if (is_open(transfer, over)) leave_open(s, transfer->outcome);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;

@@ -34,10 +34,15 @@ void kvs_failure_end(struct kvs_failure *, const struct kvs_error *);
 struct kvs_failures {
   struct kvs_failure **items; /* for each slot: NULL, or its failure record */
   uint64_t slots;
-  size_t count; /* slots that have one */
+  size_t count;             /* slots that have one */
+  struct kvs_failure *only; /* if all of these have the same one; NULL: they may differ */
 };
 int kvs_failures_open(struct kvs_failures *, uint64_t slots, struct kvs_error *);
 void kvs_failures_close(struct kvs_failures *);
+/* Whether a slot has a record. Forgets all of them if they are one, and all went well. */
+bool kvs_failures_any(struct kvs_failures *);
+/* The dependencies of all transfers whose outcome is open. */
+uint64_t kvs_failures_dependencies(struct kvs_failures *);
 struct kvs_failure *kvs_failures_get(struct kvs_failures *, uint64_t slot); /* NULL: the bytes are right */
 /* Set the record of a slot and take a reference; NULL: the bytes are right. */
 void kvs_failures_set(struct kvs_failures *, uint64_t slot, struct kvs_failure *);
@@ -60,7 +65,8 @@ struct kvs_failure *kvs_settlement_lost(const struct kvs_settlement *, int64_t s
 void kvs_settlement_lost_error(struct kvs_error *, size_t position, int64_t slot, const struct kvs_pool *,
                                const struct kvs_failure *);
 /* Write the records of the destination slots: the transfer's failed blocks are known, or open by its dependencies. If
- * it was never known which slots those are, all slots of the pools count as lost. */
-void kvs_settle(const struct kvs_settlement *, const struct kvs_transfer *);
+ * it was never known which slots those are, all slots of the pools count as lost. over: its work has ended, though it
+ * has not. */
+void kvs_settle(const struct kvs_settlement *, const struct kvs_transfer *, bool over);
 
 #endif

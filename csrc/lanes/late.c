@@ -120,7 +120,7 @@ static void fail_lost(const struct kvs_settlement *s, struct kvs_transfer *trans
   size_t failures = 0, nlost = 0;
   uint64_t dependencies = 0;
   struct kvs_error why = {.status = KVS_OK};
-  for (size_t i = 0; i < s->npairs; i++) failures += s->src[i] ? s->src[i]->failures.count : 0;
+  for (size_t i = 0; i < s->npairs; i++) failures += s->src[i] && kvs_failures_any(&s->src[i]->failures);
   if (!failures || transfer->all_failed) return;
   lost = malloc((s->count ? s->count : 1) * sizeof *lost);
   for (size_t i = 0; i < s->count; i++) {
@@ -159,7 +159,7 @@ static void settle_one(struct kvs_late *late) {
     transfer->all_failed = true;
   }
   if (running) fail_lost(&settlement, transfer);
-  if (running) kvs_settle(&settlement, transfer);
+  if (running) kvs_settle(&settlement, transfer, true);
   pthread_mutex_unlock(&transfer->lane->lock);
   if (ids) tell_races(late, ids->slots);
   atomic_store(&transfer->unsettled, false);
