@@ -75,7 +75,7 @@ index = _C._ReplicaIndex(name, int(sys.argv[3]), 4096, member, "same")
 @contextlib.contextmanager
 def replica(name: str, member: str, slots: int, code: str) -> Iterator[subprocess.Popen[str]]:
     """Another process, which says a line when it has done its code."""
-    argv = [sys.executable, "-c", PRELUDE + code, name, member, str(slots)]
+    argv = [sys.executable, "-P", "-c", PRELUDE + code, name, member, str(slots)]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
