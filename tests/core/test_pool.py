@@ -465,7 +465,7 @@ def test_a_device_that_is_opened_while_memory_is_about_to_go() -> None:
 
 
 def test_no_pool_is_opened_in_memory_that_is_being_freed() -> None:
-    device = kvswap.Device("host:213")  # none that has such a thread already
+    device = kvswap.Device("host:229")  # none that has such a thread already
     own = device.alloc(4096, host=True)
     address, before = own.ptr, names_of_threads().count("kvswap-reclaim")
     with testing.fault(device, "call", "delay", operation="host_free", delay=2.0):
