@@ -15,7 +15,7 @@ from typing import Any
 from kvswap import _C
 from kvswap.offload._lend import Lend
 from kvswap.share._lend import HostFile
-from kvswap.vllm._handler import codec_of, lend_of, options_of, overlap_of, share_of
+from kvswap.vllm._handler import codec_of, lend_of, refuse_with_links, share_of
 
 IDLE = 0.1  # seconds without a step
 _STUCK = 10.0  # a step that has not ended after so long was given up
@@ -67,16 +67,9 @@ def _refuse_options(extra_config: Mapping[str, Any]) -> None:
     leave_out = "Leave out one of the two"
     if codec_of(extra_config) is not None:
         raise _refuse(f"lenders bring blocks as they are, and kvswap_codec codes them. {leave_out}")
-    if overlap_of(extra_config).on:
-        raise _refuse(f"the layers of a lent load come in any order, and kvswap_overlap waits for each. {leave_out}")
     if share_of(extra_config) is not None:
         raise _refuse(f"with kvswap_share the ranks of an engine are a group already. {leave_out}")
-    if extra_config.get("canonical_layout"):
-        raise _refuse(f"with canonical_layout each rank stores pages of its own by vLLM's rule. {leave_out}")
-    given = options_of(extra_config)
-    for name in ("path", "priority", "max_ctas", "pace_gbps"):
-        if given[name] not in (None, "auto"):
-            raise _refuse(f"kvswap_{name} does not apply to transfers over several links. {leave_out}")
+    refuse_with_links(extra_config, _refuse, "lent")
 
 
 def check(spec: Any, allowed: bool) -> bool:

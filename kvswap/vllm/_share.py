@@ -23,7 +23,7 @@ from kvswap._log import logger
 from kvswap.offload._member import Share
 from kvswap.vllm import _lend
 from kvswap.vllm._codec import TIERS, foreign_tier, step_of
-from kvswap.vllm._handler import codec_of, options_of, overlap_of, share_of
+from kvswap.vllm._handler import codec_of, refuse_with_links, share_of
 
 _logger = logger("kvswap.vllm")
 
@@ -61,19 +61,6 @@ def _refuse(why: str) -> ValueError:
     return ValueError(f"kvswap_share: {why}")
 
 
-def _refuse_options(extra_config: Mapping[str, Any]) -> None:
-    """ValueError: another option that does not go with it."""
-    leave_out = "Leave out one of the two"
-    if overlap_of(extra_config).on:
-        raise _refuse(f"the layers of a shared load come in any order, and kvswap_overlap waits for each. {leave_out}")
-    if extra_config.get("canonical_layout"):
-        raise _refuse(f"with canonical_layout each rank stores pages of its own by vLLM's rule. {leave_out}")
-    given = options_of(extra_config)
-    for name in ("path", "priority", "max_ctas", "pace_gbps"):
-        if given[name] not in (None, "auto"):
-            raise _refuse(f"kvswap_{name} does not apply to transfers over several links. {leave_out}")
-
-
 def by_blocks(config: Any, extra_config: Mapping[str, Any]) -> bool:
     """Whether the blocks of a chunk lie one behind the other in vLLM's region, and not layer by layer: members bring
     blocks of all layers. config: vLLM's OffloadingConfig."""
@@ -94,7 +81,7 @@ def seconds_of(spec: Any) -> float | None:
     wait = share_of(spec.extra_config)
     if wait is None:
         return None
-    _refuse_options(spec.extra_config)
+    refuse_with_links(spec.extra_config, _refuse, "shared")
     if not is_allowed():
         raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
     config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
