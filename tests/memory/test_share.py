@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -898,19 +899,25 @@ def all_ask(members: list[Rank], *lines: str) -> list[Any]:
     return [member.hear() for member in members]
 
 
-@pytest.fixture
-def ranks(name: str) -> Iterator[list[Rank]]:
-    memory = SharedPool(name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0"))
-    rng = np.random.default_rng(5)
-    for layer in range(LAYERS):
-        memory.layer(layer)[:] = rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8)
-    members = [Rank(name, rank, stall=10.0, share_wait=5.0, store_wait=20.0) for rank in range(3)]
+@contextlib.contextmanager
+def three_ranks(name: str, **options: Any) -> Iterator[list[Rank]]:
+    members = [Rank(name, rank, **options) for rank in range(3)]
     for member in members:
         assert member.ask("member.wait_peers([0, 1, 2], 60)") is None
     yield members
     for member in members:
         member.stop()
         member.end()
+
+
+@pytest.fixture
+def ranks(name: str) -> Iterator[list[Rank]]:
+    memory = SharedPool(name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0"))
+    rng = np.random.default_rng(5)
+    for layer in range(LAYERS):
+        memory.layer(layer)[:] = rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8)
+    with three_ranks(name, stall=10.0, share_wait=5.0, store_wait=20.0) as members:
+        yield members
     memory.close(PATIENCE, force=True)
 
 

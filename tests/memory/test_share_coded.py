@@ -14,7 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE, until
-from test_share import BLOCK, BLOCKS, FOUR, LAYERS, PAGE, Here, Other, Rank, Rogue, all_ask, answer, asked_for
+from test_share import (
+    BLOCK,
+    BLOCKS,
+    FOUR,
+    LAYERS,
+    PAGE,
+    Here,
+    Other,
+    Rank,
+    Rogue,
+    all_ask,
+    answer,
+    asked_for,
+    three_ranks,
+)  # fmt: skip
 from test_share import name as name
 
 import kvswap
@@ -144,15 +158,8 @@ BAD = [5, 60, 61, 200, 399]
 def ranks(name: str) -> Iterator[list[Rank]]:
     coding = Coding(PAGE, "exact")
     memory = SharedPool(name, BLOCKS, LAYERS * coding.coded_nbytes, layers=LAYERS, device=kvswap.Device("host:0"))
-    members = [
-        Rank(name, rank, codec="exact", bad=BAD, stall=10.0, share_wait=0.3, store_wait=20.0) for rank in range(3)
-    ]
-    for member in members:
-        assert member.ask("member.wait_peers([0, 1, 2], 60)") is None
-    yield members
-    for member in members:
-        member.stop()
-        member.end()
+    with three_ranks(name, codec="exact", bad=BAD, stall=10.0, share_wait=0.3, store_wait=20.0) as members:
+        yield members
     memory.close(PATIENCE, force=True)
 
 
