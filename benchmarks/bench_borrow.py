@@ -173,6 +173,7 @@ def both_at_once(devices: list[kvswap.Device], name: str, options: argparse.Name
                     lender.lend(borrower, 8 << 20 if lending else 0, timeout=LIMIT)
                 path: Any = "borrow" if lending else "burst"
                 calls = [partial(cache.store if way == "store" else cache.load, path=path) for cache in caches]
+                seconds(*calls)  # beside this one the slots that were taken back are freed, which waits for the GPU
                 times[lending].append(seconds(*calls))
         alone, together = (statistics.median(times[lending]) for lending in (False, True))
         say(shape=name, both="at once", way=way, seconds=together, without_lending=alone, ratio=alone / together)
