@@ -1,16 +1,18 @@
-"""Transfers over another device's link too: python3 benchmarks/bench_borrow.py [--devices A B ...] [--beside].
+"""Transfers over another device's link too: python3 benchmarks/bench_borrow.py [--devices A B ...] [--beside] [--own].
 
 The first device loads and stores while the others lend it their links; in turns with one bare copy of as many bytes and
 with bursts over its own link alone. Blocks lie scattered on the GPU, and on the host all layers of a block together.
 Then the first two devices both move blocks at once, with and without lending to each other; and with --beside, what a
-decode step on the lender pays. Medians of wall-clock time. Every byte is checked where it lands; exit status 1: one was
-wrong.
+decode step on the lender pays. --own measures only what the second device's own transfers take: from 64 KiB to 256 MiB,
+one at a time, with pauses, with and without the first device borrowing all the time. Medians of wall-clock time. Every
+byte is checked where it lands; exit status 1: one was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import threading
@@ -31,6 +33,9 @@ SLOTS = [(8 << 20, 2), (4 << 20, 2), (8 << 20, 3)]  # the default first
 CODECS = ("exact", "mxfp8")
 LIMIT = 120.0
 WINDOW = 0.2  # seconds
+OWN_NBYTES = (64 << 10, 2 << 20, 16 << 20, 64 << 20, 256 << 20)
+OWN_SAMPLES = 40  # in a window
+OWN_PAUSE = 2e-3  # seconds at most
 
 
 class Cache:
@@ -186,12 +191,12 @@ def both_at_once(devices: list[kvswap.Device], name: str, options: argparse.Name
 class Busy:
     """Transfers without a pause, two at a time, by a thread."""
 
-    def __init__(self, submit: Callable[[], kvswap.Transfer]) -> None:
+    def __init__(self, submit: Callable[[], Any]) -> None:
         self.submit, self.nbytes, self.stop = submit, 0, threading.Event()
         self.thread = threading.Thread(target=self.run)
 
     def run(self) -> None:
-        before: kvswap.Transfer | None = None
+        before: Any = None
         while not self.stop.is_set():
             transfer = self.submit()
             if before is not None:
@@ -241,6 +246,78 @@ def beside_the_lender(devices: list[kvswap.Device], name: str, options: argparse
         say(shape=name, beside="the lender's step", way=way, slow_down=slow, **{"GB/s": rate})
 
 
+class Own:
+    """Own transfers of a lender: blocks by path auto, and bare copies, of each size up to `most` bytes."""
+
+    def __init__(self, device: kvswap.Device, most: int) -> None:
+        layers, page = SHAPES["64x32k"]
+        self.device, self.caches = device, {}
+        for nbytes in (nbytes for nbytes in OWN_NBYTES if nbytes <= most):
+            self.caches["auto", nbytes] = Cache(device, (min(layers, nbytes // page), page), nbytes)
+            self.caches["dma", nbytes] = Cache(device, (1, nbytes), nbytes)
+
+    def lent(self) -> int:
+        stats = self.device.stats()
+        return stats["lent_bytes_d2h"] + stats["lent_bytes_h2d"]
+
+    def window(self) -> list[dict[str, Any]]:
+        """Each size both ways, one transfer at a time: their seconds, what was lent meanwhile, and wrong words."""
+        rows: list[dict[str, Any]] = []
+        for (path, nbytes), cache in self.caches.items():
+            cache.pattern(False)
+            for way, submit in (("D2H", cache.store), ("H2D", cache.load)):
+                if way == "H2D":
+                    cache.wipe()
+                times, before, begin = [], self.lent(), time.perf_counter()
+                for _ in range(OWN_SAMPLES):
+                    time.sleep(random.random() * OWN_PAUSE)
+                    times.append(seconds(partial(submit, path=path)))
+                row = {"own": path, "nbytes": nbytes, "dir": way, "times": times, "lent": self.lent() - before}
+                rows.append({**row, "took": time.perf_counter() - begin, "wrong": 0})
+            rows[-1]["wrong"] = cache.pattern(True)
+        return rows
+
+
+def say_own(windows: dict[str, list[list[dict[str, Any]]]], **more: Any) -> int:
+    """windows: all that Own.window() returned, by what was borrowed meanwhile. Returns wrong words."""
+
+    def of(borrowed: str, i: int) -> tuple[float, float, float]:
+        rows = [window[i] for window in windows[borrowed]]
+        times = statistics.quantiles([time for row in rows for time in row["times"]], n=10, method="inclusive")
+        return 1e3 * times[4], 1e3 * times[8], sum(row["lent"] for row in rows) / sum(row["took"] for row in rows) / 1e9
+
+    for i, row in enumerate(windows["nothing"][0]):
+        alone, late_alone, _ = of("nothing", i)
+        for borrowed in ("D2H", "H2D"):
+            beside, late, rate = of(borrowed, i)
+            say(
+                **more, own=row["own"], nbytes=row["nbytes"], dir=row["dir"], borrowed=borrowed,
+                **{"lent GB/s": rate, "ms": beside, "alone ms": alone, "ratio": beside / alone},
+                **{"later ms": beside - alone, "0.9 ms": late, "0.9 alone ms": late_alone},
+                **{"0.9 ratio": late / late_alone, "0.9 later ms": late - late_alone},
+            )  # fmt: skip
+    return sum(row["wrong"] for each in windows.values() for window in each for row in window)
+
+
+def own_transfers(devices: list[kvswap.Device], options: argparse.Namespace) -> int:
+    """What the lender's own transfers take, with and without the first device borrowing, in turns."""
+    own, cache = Own(devices[1], options.nbytes), Cache(devices[0], SHAPES["64x32k"], options.nbytes)
+    windows: dict[str, list[list[dict[str, Any]]]] = {"nothing": [], "D2H": [], "H2D": []}
+    wrong, (slot_nbytes, count) = 0, options.slots[0]
+    lend(devices[:2], count, slot_nbytes)
+    for _ in range(options.repeats):
+        cache.pattern(False)
+        windows["nothing"].append(own.window())
+        with Busy(partial(cache.store, path="borrow")):
+            windows["D2H"].append(own.window())
+        cache.wipe()
+        with Busy(partial(cache.load, path="borrow")):
+            windows["H2D"].append(own.window())
+        wrong += cache.pattern(True)
+    lend(devices[:2], 2, 0)
+    return wrong + say_own(windows, slots=f"{count} x {slot_nbytes >> 20} MiB")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -252,14 +329,19 @@ def main() -> int:
     parser.add_argument("--slots", nargs=2, type=int, action="append", metavar=("NBYTES", "COUNT"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--beside", action="store_true", help="beside a decode step of the lender, too")
+    parser.add_argument("--own", action="store_true", help="only what own transfers of a lender take meanwhile")
     options = parser.parse_args()
     if len(options.devices) < 2 or options.nbytes < 16 << 20:
         parser.error("at least two devices and 16 MiB")
+    if options.own and (options.shape or options.codec or options.beside):
+        parser.error("--own measures 64x32k: it goes without --shape, --codec and --beside")
     options.codec, options.slots = options.codec or list(CODECS), options.slots or SLOTS
     devices = [kvswap.Device(name) for name in options.devices]
     print(", ".join(device.info["name"] for device in devices), kvswap.__version__)
     wrong = 0
-    for name in options.shape or SHAPES:
+    if options.own:
+        wrong += own_transfers(devices, options)
+    for name in () if options.own else options.shape or SHAPES:
         wrong += measure(devices, name, options)
         wrong += both_at_once(devices, name, options)
         if options.beside:

@@ -1,4 +1,4 @@
-"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--codec exact] [--lend] [--host].
+"""Links shared by processes: python3 benchmarks/bench_share.py [--gpus 0 1 ...] [--codec exact] [--lend] [--own].
 
 A process for each GPU, which sees no other GPU, and one pool on the host that all have registered. The first process
 loads and stores while the others bring pieces over their links, in turns with one bare copy of as many bytes and with
@@ -6,13 +6,15 @@ bursts over its own link alone. Then the first two load and store at once, with 
 scattered on the GPU, and on the host all layers of a block together. Last, all load the same blocks, each a part.
 --codec: the blocks on the host are coded; all rates count bytes before coding, and the bare copy has as many. --lend:
 each process has host memory of its own, as engines have (kvswap_lend in vLLM), which the others register; nothing is
-loaded in parts. Medians of wall-clock time. Every byte is checked where it lands; exit status 1: one was wrong. --host:
-host devices in place of GPUs, to try the program.
+loaded in parts. --own measures only what the second process's own transfers take, as bench_borrow.py --own does.
+Medians of wall-clock time. Every byte is checked where it lands; exit status 1: one was wrong. --host: host devices in
+place of GPUs, to try the program.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -42,6 +44,8 @@ class Worker:
         self.stream, self.turn = kvswap.Stream(self.device), 0
         self.member: Any = None
         self.rows: Any = None
+        self.own: Any = None
+        self.busy: Any = None
 
     def open(self, name: str, layers: int, page: int, blocks: int, own: bool, codec: str | None) -> dict[str, Any]:
         import numpy as np
@@ -212,6 +216,31 @@ class Worker:
         ways["share", "H2D"]().wait(LIMIT)
         return {"wrong": self.pattern(True, self.turn)}
 
+    def begin(self, way: str, turn: int) -> dict[str, Any]:
+        """Store or load without a pause, two transfers at a time, each of half the blocks, until end()."""
+        from bench_borrow import Busy
+
+        self.pattern(False, turn)
+        half = self.blocks // 2
+        halves = itertools.cycle([(self.ids[:half], self.all[:half]), (self.ids[half:], self.all[half:])])
+        move, order = (self.member.store, 1) if way == "D2H" else (self.member.load, -1)
+        self.busy = Busy(lambda: move(*next(halves)[::order]))
+        self.busy.__enter__()
+        return {}
+
+    def end(self) -> dict[str, Any]:
+        self.busy.__exit__()
+        return {}
+
+    def wrong(self, turn: int) -> dict[str, Any]:
+        return {"wrong": self.pattern(True, turn)}
+
+    def own_window(self, most: int) -> dict[str, Any]:
+        from bench_borrow import Own
+
+        self.own = self.own or Own(self.device, most)
+        return {"rows": self.own.window()}
+
     def measure(self, methods: list[str], ways: list[str], repeats: int) -> dict[str, Any]:
         times: dict[str, list[float]] = {}
         others = dict.fromkeys(ways, 0)
@@ -350,10 +379,34 @@ def all_load_the_same(processes: list[Process], name: str, options: argparse.Nam
     return wrong
 
 
+def own_transfers(processes: list[Process], name: str, options: argparse.Namespace) -> int:
+    """What the second process's own transfers take, with and without the first one borrowing, in turns."""
+    from bench_borrow import say_own
+
+    def ask(process: Process, **command: Any) -> dict[str, Any]:
+        return all_do([process], **command)[0]
+
+    windows: dict[str, list[list[dict[str, Any]]]] = {"nothing": [], "D2H": [], "H2D": []}
+    (first, second), wrong, (piece, slots) = processes[:2], 0, options.slots[0]
+    how = {"size": 2, "lend": True, "piece": piece, "slots": slots, "stall": options.stall}
+    all_do([first, second], do="lend" if options.lend else "join", group=f"own{os.getpid()}", **how)
+    for turn in range(0, 2 * options.repeats, 2):
+        windows["nothing"].append(ask(second, do="own_window", most=options.nbytes)["rows"])
+        for i, way in enumerate(("D2H", "H2D")):
+            ask(first, do="begin", way=way, turn=turn + i)
+            windows[way].append(ask(second, do="own_window", most=options.nbytes)["rows"])
+            ask(first, do="end")
+        wrong += ask(first, do="wrong", turn=turn)["wrong"]
+    wrong += say_own(windows, shape=name, slots=f"{slots} x {piece >> 20} MiB")
+    all_do([first, second], do="stop_lending" if options.lend else "leave")
+    return int(wrong)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1], help="the borrower's, then lenders' (0 1)")
     parser.add_argument("--lend", action="store_true", help="each process has host memory of its own")
+    parser.add_argument("--own", action="store_true", help="only what the second process's own transfers take")
     parser.add_argument("--host", action="store_true", help="host devices")
     parser.add_argument("--nbytes", type=int, default=1 << 30, help="of a transfer (default 1 GiB)")
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES))
@@ -369,20 +422,23 @@ def main() -> int:
         work(options.work[0], int(options.work[1]))
         return 0
     options.slots, wrong = options.slots or SLOTS, 0
+    options.shape = options.shape or (["64x32k"] if options.own else list(SHAPES))
     processes = [Process(gpu, rank, options.host) for rank, gpu in enumerate(options.gpus)]
     for process in processes:
         say(**process.hear())
-    for name in options.shape or SHAPES:
+    for name in options.shape:
         layers, page = SHAPES[name]
         command = {"do": "open", "name": f"bench_share.{os.getpid()}", "layers": layers, "page": page,
                    "codec": options.codec}  # fmt: skip
         for process in processes:  # the first makes the pool
             process.tell(**command, own=options.lend, blocks=max(1, options.nbytes // (layers * page)))
             say(**process.hear())
-        if name != "61x36k" or options.lend:
+        if options.own:
+            wrong += own_transfers(processes, name, options)
+        elif name != "61x36k" or options.lend:
             wrong += one_borrows(processes, name, options)
             wrong += both_at_once(processes, name, options)
-        if not options.lend:
+        if not options.lend and not options.own:
             wrong += all_load_the_same(processes, name, options)
         for process in processes[::-1]:
             process.tell(do="close")

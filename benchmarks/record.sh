@@ -3,7 +3,7 @@
 # OUT becomes benchmarks/results/MACHINE when it is committed. From a clean commit, on a GPU that nothing else uses.
 # Expects kvswap installed for python3; torch is used where present. TRACE: a trace for the replay. FILES: a folder on the
 # disk that the file tier is measured on. KV: an .npz file of real keys and values. On an H200 load takes eleven minutes,
-# bench six, kvbench eight, the others two.
+# bench six, kvbench eight, borrow three, the others two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 all="load bench kvbench calls driver memory peers borrow fastdeploy files codecs replay"
@@ -90,7 +90,8 @@ part_peers() {
 
 # Transfers over another GPU's link too, where there are two.
 part_borrow() {
-  section bench_borrow.py program 300 bench_borrow.py --beside
+  section "bench_borrow.py --beside" program 200 bench_borrow.py --beside
+  section "bench_borrow.py --own" program 90 bench_borrow.py --own
 }
 
 # FastDeploy's ops and the manager; its ranks, where there are two GPUs.
