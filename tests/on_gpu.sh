@@ -104,7 +104,7 @@ sanitize() {
     for way in "D2H and" "H2D and" "not D2H and not H2D and"; do
       printf "%s copy_engine $way\n" memcheck racecheck initcheck synccheck
     done
-    for tests in gpu_ids swap strided gpu pool order transfer regions conformance transfer_manager validation coded_pools verify_codec borrow share_coded; do
+    for tests in gpu_ids swap strided gpu pool order transfer regions conformance transfer_manager validation coded_pools verify_codec borrow; do
       printf "%s $tests\n" racecheck memcheck initcheck synccheck
     done
   } | grep -E "${PARTS:-.}" | timeout "${LIMIT:-560}" xargs -P "${JOBS:-6}" -L 1 bash -c 'sanitize_part "$@"' _

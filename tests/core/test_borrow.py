@@ -549,7 +549,11 @@ def mutual(device: kvswap.Device, lent: kvswap.Device) -> Iterator[tuple[kvswap.
 def test_two_that_borrow_at_once_share_both_links(mutual: tuple[kvswap.Device, kvswap.Device], direction: int) -> None:
     """The second borrows while the first, which has taken half of its link, is under way. Its link is in use, and lent
     once more it adds nothing to what the host must reach."""
-    page = MIB if mutual[0].kind == "cuda" else 64 * KIB  # long enough to be under way when the second is submitted
+    scale = 32 if mutual[0].kind == "cuda" else 1  # the first must be under way when the second is submitted
+    for device, other in (mutual, mutual[::-1]):
+        device.set_slots(scale * TINY, 2, timeout=PATIENCE)
+        device.lend(other, scale * TINY, 2, timeout=PATIENCE)
+    page = scale * 64 * KIB
     sides, work = [Sides(device, 512 * page) for device in mutual], plain(page, 2, 100, direction)
 
     def both_at_once() -> bool:
