@@ -130,18 +130,19 @@ static int open_share(struct kvs_py_state *state, struct share_object *self, PyO
 }
 
 static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"host",   "gpu",        "ptr",   "block_nbytes", "num_blocks", "piece_nbytes",
-                          "slots",  "share",      "stall", "wait",         "store_wait", "padded",
-                          "stride", "takes_only", "file",  "file_nbytes",  NULL};
+  static char *names[] = {"host",  "gpu",         "ptr",   "block_nbytes", "num_blocks", "piece_nbytes", "slots",
+                          "share", "stall",       "wait",  "store_wait",   "padded",     "stride",       "takes_only",
+                          "file",  "file_nbytes", "parts", "part_stride",  NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_share_options options = {0};
   PyObject *host, *gpu;
-  unsigned long long ptr, block, blocks, piece, stride = 0, file_nbytes = 0;
+  unsigned long long ptr, block, blocks, piece, stride = 0, file_nbytes = 0, part_stride = 0;
   int padded, takes_only = 0;
   double stall, wait, store;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIddddp|$KpiK:_Share", names, &PyTuple_Type, &host,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!KKKKIddddp|$KpiKIK:_Share", names, &PyTuple_Type, &host,
                                    &PyTuple_Type, &gpu, &ptr, &block, &blocks, &piece, &options.slots, &options.share,
-                                   &stall, &wait, &store, &padded, &stride, &takes_only, &options.file, &file_nbytes))
+                                   &stall, &wait, &store, &padded, &stride, &takes_only, &options.file, &file_nbytes,
+                                   &options.parts, &part_stride))
     return NULL;
   if (PyTuple_GET_SIZE(gpu) &&
       kvs_py_same_length("gpu", (size_t)PyTuple_GET_SIZE(gpu), "host", (size_t)PyTuple_GET_SIZE(host)) < 0)
@@ -156,6 +157,7 @@ static PyObject *share_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   options.stride = stride;
   options.takes_only = takes_only != 0;
   options.file_nbytes = file_nbytes;
+  options.part_stride = part_stride;
   options.stall_ns = (uint64_t)(stall * 1e9);
   options.wait_ns = (uint64_t)(wait * 1e9);
   options.store_ns = (uint64_t)(store * 1e9);

@@ -105,27 +105,34 @@ bool kvs_bring_drop(struct kvs_share *share, struct kvs_share_link *link, const 
 
 /* -- queueing ------------------------------------------------------------------------------------------------------ */
 
-/* The piece between the host and its bounce slot: one copy for blocks that follow each other. */
-static int cross(struct kvs_share *share, const struct kvs_share_bounce *bounce,
-                 const struct kvs_share_request *request, struct kvs_error *err) {
-  struct kvs_copies *copies = &share->copies;
-  bool in = request->direction == KVS_H2D, dense = share->stride == share->block_nbytes;
+/* One copy for blocks that follow each other, on both sides. */
+static void add_part(const struct kvs_share *share, const struct kvs_share_bounce *bounce,
+                     const struct kvs_share_request *request, unsigned part, struct kvs_copies *copies) {
+  bool in = request->direction == KVS_H2D, dense = share->parts == 1 && share->stride == share->block_nbytes;
   uint64_t *host = in ? copies->src : copies->dst, *bounced = in ? copies->dst : copies->src;
-  size_t count = 0;
   for (uint32_t i = 0; i < request->count; i++) {
     uint32_t id = request->ids[i];
+    size_t count = copies->count;
     if (count && dense && request->ids[i - 1] + 1 == id && !share->cut[id - 1]) {
       copies->nbytes[count - 1] += share->block_nbytes;
       continue;
     }
-    host[count] = share->host_base + id * share->stride;
-    bounced[count] = bounce->ptr + i * share->block_nbytes;
-    copies->nbytes[count] = share->block_nbytes;
-    copies->block[count++] = i;
+    host[count] = share->host_base + part * share->part_stride + id * share->stride;
+    bounced[count] = bounce->ptr + i * share->block_nbytes + part * share->part_nbytes;
+    copies->nbytes[count] = share->part_nbytes;
+    copies->block[count] = i;
+    copies->count++;
   }
-  copies->count = count;
+}
+
+/* The piece between the host and its bounce slot. */
+static int cross(struct kvs_share *share, const struct kvs_share_bounce *bounce,
+                 const struct kvs_share_request *request, struct kvs_error *err) {
+  struct kvs_copies *copies = &share->copies;
   struct kvs_device *device = share->engine->device;
-  if (count > 1) return kvs_dev_copy_batch(device, copies, 0, count, bounce->stream, err);
+  copies->count = 0;
+  for (unsigned part = 0; part < share->parts; part++) add_part(share, bounce, request, part, copies);
+  if (copies->count > 1) return kvs_dev_copy_batch(device, copies, 0, copies->count, bounce->stream, err);
   return kvs_dev_copy(device, copies->dst[0], copies->src[0], copies->nbytes[0], bounce->stream, err);
 }
 
@@ -209,6 +216,14 @@ static bool is_cut_off(const struct kvs_share *share) {
   return fstat(share->asked.file, &file) != 0 || (uint64_t)file.st_size < share->asked.file_nbytes;
 }
 
+/* The pools of a block's parts may lie in several registrations. */
+static bool is_closed(const struct kvs_share *share) {
+  struct kvs_error err;
+  for (size_t i = 0; i < share->npools; i++)
+    if (kvs_pool_check_open(share->host_pools[i], &err) != KVS_OK) return true;
+  return false;
+}
+
 static struct kvs_share_bounce *free_bounce(struct kvs_share *share) {
   for (unsigned i = 0; i < KVS_SHARE_BOUNCES; i++)
     if (!share->bounces[i].busy) return &share->bounces[i];
@@ -230,12 +245,11 @@ static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, c
 static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
                           struct kvs_share_bounce *bounce) {
   struct kvs_engine *engine = share->engine;
-  struct kvs_error err;
   bool room = bounce && !kvs_lent_is_busy(engine, (enum kvs_direction)request->direction, NULL) &&
               enter_link(share, request->direction);
-  if (!room && kvs_pool_check_open(share->host_pools[0], &err) == KVS_OK) return false;
+  if (!room && !is_closed(share)) return false;
   pthread_mutex_lock(&engine->hazard_lock); /* the pool is not closed, and unmapped, before the piece is queued */
-  bool closed = kvs_pool_check_open(share->host_pools[0], &err) != KVS_OK || is_cut_off(share);
+  bool closed = is_closed(share) || is_cut_off(share);
   if (!closed) begin(share, link, request, bounce);
   pthread_mutex_unlock(&engine->hazard_lock);
   if (!closed) return true;

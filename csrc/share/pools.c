@@ -13,11 +13,24 @@ static bool is_coded(const struct kvs_share *share) {
   return layout.coding != NULL;
 }
 
+/* The part of the host's blocks in which a pool lies, and where its first byte is in it. */
+static uint64_t part_of(const struct kvs_share *share, const struct kvs_pool_layout *layout, uint64_t *within) {
+  uint64_t offset = layout->ptr - share->host_base, part = share->parts > 1 ? offset / share->part_stride : 0;
+  *within = offset - part * share->part_stride;
+  return part;
+}
+
+/* Where the pool's first byte is in a slot. */
+static uint64_t offset_in_slot(const struct kvs_share *share, const struct kvs_pool_layout *layout) {
+  uint64_t within, part = part_of(share, layout, &within);
+  return part * share->part_nbytes + within;
+}
+
 static bool lies_in(const struct kvs_pool_layout *layout, const struct kvs_share *share) {
-  const struct kvs_share_options *asked = &share->asked;
-  uint64_t offset = layout->ptr - asked->host, row = layout->block_nbytes / layout->rows;
-  return layout->ptr >= asked->host && layout->num_blocks == asked->num_blocks && layout->stride == share->stride &&
-         offset < asked->block_nbytes && (layout->rows - 1) * layout->pitch + row <= asked->block_nbytes - offset;
+  uint64_t within, row = layout->block_nbytes / layout->rows;
+  return layout->ptr >= share->host_base && part_of(share, layout, &within) < share->parts &&
+         layout->num_blocks == share->num_blocks && layout->stride == share->stride && within < share->part_nbytes &&
+         (layout->rows - 1) * layout->pitch + row <= share->part_nbytes - within;
 }
 
 /* Bytes of a block of the pool before coding. */
@@ -75,7 +88,7 @@ static int find_whole(struct kvs_share *share, struct kvs_error *err) {
   for (size_t i = 0; i < share->npools; i++) {
     struct kvs_pool_layout layout;
     kvs_pool_get_layout(share->host_pools[i], &layout);
-    uint8_t *rows = seen + (layout.ptr - share->host_base);
+    uint8_t *rows = seen + offset_in_slot(share, &layout);
     for (uint64_t row = 0; row < layout.rows; row++)
       memset(rows + row * layout.pitch, 1, layout.block_nbytes / layout.rows);
   }
@@ -100,7 +113,7 @@ int kvs_share_pools_open(const struct kvs_share *share, uint64_t base, uint64_t 
   for (size_t i = 0; !status && i < share->npools; i++) {
     struct kvs_pool_layout layout;
     kvs_pool_get_layout(share->host_pools[i], &layout);
-    layout.ptr = layout.ptr - share->host_base + base;
+    layout.ptr = base + offset_in_slot(share, &layout);
     layout.num_blocks = blocks;
     layout.stride = share->block_nbytes;
     layout.group = i ? pools[0] : NULL;

@@ -23,24 +23,35 @@
 
 static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
 static const uint64_t MOST_SLOT_NBYTES = 64 << 20;
+enum { MOST_PARTS = 8 };
 static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000, AGAIN_NS = 1000000000;
 enum { MOST_MESSAGES = 256 };        /* read in a round: what the slots of a link allow is less */
 static const int64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
+static int check_parts(const struct kvs_share_options *asked, struct kvs_error *err) {
+  const uint64_t parts = asked->parts ? asked->parts : 1, nbytes = asked->block_nbytes / parts;
+  const uint64_t stride = asked->stride ? asked->stride : nbytes;
+  uint64_t rows, rest;
+  if (parts > MOST_PARTS || asked->block_nbytes % parts)
+    return kvs_fail(err, KVS_INVALID, "a block of %" PRIu64 " bytes in %" PRIu64 " parts: 1 to %d parts of equal size",
+                    asked->block_nbytes, parts, MOST_PARTS);
+  if (stride < nbytes)
+    return kvs_fail(err, KVS_INVALID, "stride is %" PRIu64 ", less than a block's %" PRIu64 " bytes", stride, nbytes);
+  if (asked->num_blocks > UINT32_MAX || __builtin_mul_overflow(asked->num_blocks, stride, &rows))
+    return kvs_fail(err, KVS_INVALID, "%" PRIu64 " blocks of %" PRIu64 " bytes: at most 2**32 - 1 blocks",
+                    asked->num_blocks, asked->block_nbytes);
+  if (parts > 1 && (asked->part_stride < rows || __builtin_mul_overflow(parts, asked->part_stride, &rest)))
+    return kvs_fail(err, KVS_INVALID, "part_stride is %" PRIu64 "; the blocks of a part take %" PRIu64 " bytes",
+                    asked->part_stride, rows);
+  return KVS_OK;
+}
+
 static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
-  uint64_t extent;
   if (!asked->npools || !asked->block_nbytes || !asked->num_blocks)
     return kvs_fail(err, KVS_INVALID, "%zu pairs of pools, %" PRIu64 " blocks of %" PRIu64 " bytes: none may be 0",
                     asked->npools, asked->num_blocks, asked->block_nbytes);
-  if (asked->stride && asked->stride < asked->block_nbytes)
-    return kvs_fail(err, KVS_INVALID, "stride is %" PRIu64 ", less than a block's %" PRIu64 " bytes", asked->stride,
-                    asked->block_nbytes);
-  uint64_t stride = asked->stride ? asked->stride : asked->block_nbytes;
-  if (asked->num_blocks > UINT32_MAX || __builtin_mul_overflow(asked->num_blocks, stride, &extent))
-    return kvs_fail(err, KVS_INVALID, "%" PRIu64 " blocks of %" PRIu64 " bytes: at most 2**32 - 1 blocks",
-                    asked->num_blocks, asked->block_nbytes);
   if (asked->slots < 2 || asked->slots > KVS_SHARE_SLOTS)
     return kvs_fail(err, KVS_INVALID, "slots is %u; a member has 2 to %d slots for each other one", asked->slots,
                     KVS_SHARE_SLOTS);
@@ -50,14 +61,13 @@ static int check(const struct kvs_share_options *asked, struct kvs_error *err) {
                     asked->piece_nbytes, asked->block_nbytes);
   if (!(asked->share >= LEAST_SHARE && asked->share <= MOST_SHARE))
     return kvs_fail(err, KVS_INVALID, "share is %g; it is 0.1 to 10", asked->share);
-  return KVS_OK;
+  return check_parts(asked, err);
 }
 
-/* Where registrations end: no copy may cross one. */
-static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
-  uint64_t at = share->host_base, end = at + (share->num_blocks - 1) * share->stride + share->block_nbytes;
-  share->cut = calloc((size_t)share->num_blocks, 1);
-  if (!share->cut) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " blocks", share->num_blocks);
+static int find_cuts_of(struct kvs_share *share, unsigned part, struct kvs_error *err) {
+  const uint64_t base = share->host_base + part * share->part_stride;
+  uint64_t at = base, end = at + (share->num_blocks - 1) * share->stride + share->part_nbytes;
+  uint8_t *cut = share->cut + part * share->num_blocks;
   while (at < end) {
     struct kvs_region region;
     int status = kvs_dev_pointer_query(share->engine->device, at, &region, err);
@@ -67,13 +77,22 @@ static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
       return kvs_fail(err, KVS_INVALID, "the shared pool is not registered with %s: members cannot bring its blocks",
                       share->engine->name);
     if (stop >= end) break;
-    uint64_t block = (stop - share->host_base) / share->stride, within = (stop - share->host_base) % share->stride;
-    if (within && within < share->block_nbytes)
+    uint64_t block = (stop - base) / share->stride, within = (stop - base) % share->stride;
+    if (within && within < share->part_nbytes)
       return kvs_fail(err, KVS_UNSUPPORTED, "a registration ends within a block, at 0x%" PRIx64, stop);
-    share->cut[within ? block : block - 1] = 1;
-    at = within ? share->host_base + (block + 1) * share->stride : stop;
+    cut[within ? block : block - 1] = 1;
+    at = within ? base + (block + 1) * share->stride : stop;
   }
   return KVS_OK;
+}
+
+/* Where registrations end: no copy may cross one. */
+static int find_cuts(struct kvs_share *share, struct kvs_error *err) {
+  int status = KVS_OK;
+  share->cut = calloc((size_t)share->num_blocks, share->parts);
+  if (!share->cut) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " blocks", share->num_blocks);
+  for (unsigned part = 0; !status && part < share->parts; part++) status = find_cuts_of(share, part, err);
+  return status;
 }
 
 static int keep_pools(struct kvs_share *share, struct kvs_error *err) {
@@ -100,7 +119,7 @@ static int open_streams(struct kvs_share *share, struct kvs_error *err) {
 
 static int open_copies(struct kvs_share *share, struct kvs_error *err) {
   struct kvs_copies *copies = &share->copies;
-  copies->capacity = share->piece_blocks;
+  copies->capacity = (size_t)share->piece_blocks * share->parts;
   copies->dst = calloc(copies->capacity, sizeof *copies->dst);
   copies->src = calloc(copies->capacity, sizeof *copies->src);
   copies->nbytes = calloc(copies->capacity, sizeof *copies->nbytes);
@@ -159,7 +178,10 @@ int kvs_share_new(const struct kvs_share_options *asked, struct kvs_share **made
   share->host_base = asked->host;
   share->block_nbytes = asked->block_nbytes;
   share->num_blocks = asked->num_blocks;
-  share->stride = asked->stride ? asked->stride : asked->block_nbytes;
+  share->parts = asked->parts ? asked->parts : 1;
+  share->part_nbytes = asked->block_nbytes / share->parts;
+  share->part_stride = asked->part_stride;
+  share->stride = asked->stride ? asked->stride : share->part_nbytes;
   share->nslots = asked->gpu_pools ? asked->slots : 0;
   uint64_t blocks = (asked->piece_nbytes + asked->block_nbytes / 2) / asked->block_nbytes;
   share->piece_blocks = (uint32_t)(blocks < 1 ? 1 : blocks > KVS_SHARE_BLOCKS ? KVS_SHARE_BLOCKS : blocks);

@@ -11,12 +11,16 @@ struct kvs_share_job; /* one load or store */
 
 struct kvs_share_options {
   /* Pairs of pools: host_pools are block-first in one shared pool, that all members have registered: block i of all of
-   * them together is the block_nbytes bytes at host + i * block_nbytes. They may be coded, all or none: blocks cross
-   * links and NVLink coded, and each member codes between its slots and its GPU's blocks. */
+   * them together is the block_nbytes bytes at host + i * stride. They may be coded, all or none: blocks cross links
+   * and NVLink coded, and each member codes between its slots and its GPU's blocks. */
   struct kvs_pool *const *host_pools, *const *gpu_pools;
   size_t npools;
   uint64_t host, block_nbytes, num_blocks;
-  uint64_t stride; /* bytes from a block to the next one; 0: block_nbytes */
+  uint64_t stride; /* bytes from a block to the next one; 0: as many as a block has there */
+  /* A block may lie in parts of equal size, as keys and values: part p of block i is the block_nbytes / parts bytes at
+   * host + p * part_stride + i * stride. A pool lies in one part. parts 0: 1. */
+  unsigned parts;
+  uint64_t part_stride;
   /* A member may have one role only. gpu_pools NULL: it has no blocks and no receive slots, and only brings pieces.
    * takes_only: it brings none, and has no memory for that. */
   bool takes_only;

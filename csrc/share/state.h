@@ -172,10 +172,11 @@ struct kvs_share {
   struct kvs_engine *engine;
   struct kvs_pool **host_pools, **gpu_pools;
   size_t npools;
-  /* The host's blocks, one run each. */
-  uint64_t host_base, block_nbytes, num_blocks, stride;
+  /* The host's blocks: a run for each part. In slots the parts of a block follow each other. */
+  uint64_t host_base, block_nbytes, num_blocks, stride, part_nbytes, part_stride;
+  unsigned parts;
   uint64_t kv_nbytes; /* of a block: block_nbytes, or what is coded to them */
-  uint8_t *cut;       /* by block: another registration begins behind it */
+  uint8_t *cut;       /* by part and block: another registration begins behind it */
   bool whole;         /* the pools have each byte of a block that is not padding */
   uint32_t piece_blocks;
   uint64_t slot_nbytes;

@@ -36,7 +36,8 @@ class Place(NamedTuple):
     """Blocks on the host that all members have mapped: block i is the block_nbytes bytes at ptr + i * block_nbytes.
     path, generation: the same for all that have mapped this memory, and for no other memory. padded: bytes of a block
     that are in no pool are padding, which stores of other members may write to. stride: bytes from a block to the next
-    one, in the place of block_nbytes."""
+    one, in the place of block_nbytes. parts: a block lies in so many parts of equal size, as keys and values: part p is
+    the block_nbytes / parts bytes at ptr + p * part_stride + i * stride."""
 
     ptr: int
     block_nbytes: int
@@ -45,6 +46,8 @@ class Place(NamedTuple):
     generation: int
     padded: bool = False
     stride: int = 0
+    parts: int = 1
+    part_stride: int = 0
 
 
 class Member:
@@ -286,6 +289,8 @@ def core_of(
         float(store_wait),
         place.padded,
         stride=place.stride,
+        parts=place.parts,
+        part_stride=place.part_stride,
         **role,  # type: ignore[arg-type]
     )
 

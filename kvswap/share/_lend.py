@@ -43,7 +43,7 @@ _SOON = 0.05  # where something waits until the engine is idle
 
 class HostFile(NamedTuple):
     """The file behind an engine's host memory. fd: any descriptor of it; it stays the caller's. begin: where the rows
-    begin in it, on a page. ptr: the address of the first row here."""
+    begin in it, on a page. ptr: the address of the first row here. Parts of blocks are a whole number of rows apart."""
 
     fd: int
     begin: int
@@ -90,11 +90,13 @@ class Lending:
             place, gpus, hosts, slots=slots, piece_nbytes=piece_nbytes, share=share, stall=stall, takes_only=True
         )
         block, blocks, slot, _, _ = core.form()
-        there, stride = os.fstat(file.fd), place.stride or place.block_nbytes
+        there, stride = os.fstat(file.fd), place.stride or place.block_nbytes // place.parts
         offer = Offer(
             0, slots, os.getpid(), there.st_dev, there.st_ino, file.begin, stride, blocks, place.ptr - file.ptr, block,
-            slot, place.generation, place.path,
+            slot, place.parts, place.part_stride, place.generation, place.path,
         )  # fmt: skip
+        if not offer.is_possible:
+            raise ValueError(f"the parts of {place} are no whole number of rows apart")
         if there.st_size < file.begin + offer.nbytes:
             raise ValueError(f"the file has {there.st_size} bytes, and the rows need {file.begin + offer.nbytes}")
         _remove_stale(self._folder)

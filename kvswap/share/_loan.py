@@ -133,9 +133,12 @@ class _Memory:
         """The owner's blocks. Pools must not share bytes, so that owners of the same ones have the same pools."""
         key = offer.offset, offer.block_nbytes
         if key not in self._pools:
-            memory: Any = _Held(self.ptr + offer.offset, self._bytes)
-            size = offer.num_blocks, offer.block_nbytes
-            self._pools[key] = (_C.Pool(self.device, memory, *size, stride=offer.stride),)
+            pools, nbytes = list[_C.Pool](), offer.block_nbytes // offer.parts
+            for part in range(offer.parts):
+                memory: Any = _Held(self.ptr + offer.offset + part * offer.part_stride, self._bytes)
+                group = pools[0] if pools else None
+                pools.append(_C.Pool(self.device, memory, offer.num_blocks, nbytes, stride=offer.stride, group=group))
+            self._pools[key] = tuple(pools)
         return self._pools[key]
 
     def unmap(self) -> None:
@@ -146,7 +149,7 @@ class _Memory:
 
 
 def _rows_of(offer: Offer) -> tuple[int, ...]:
-    return offer.device, offer.inode, offer.begin, offer.stride, offer.num_blocks
+    return offer.device, offer.inode, offer.begin, offer.stride, offer.num_blocks, offer.parts, offer.part_stride
 
 
 class _State(Enum):
@@ -351,7 +354,7 @@ class Loans:
             else:
                 place = Place(
                     memory.ptr + offer.offset, offer.block_nbytes, offer.num_blocks, offer.path, offer.generation,
-                    stride=offer.stride,
+                    stride=offer.stride, parts=offer.parts, part_stride=offer.part_stride,
                 )  # fmt: skip
                 watched = {"file": memory.fd, "file_nbytes": memory.end}
                 loan.core = core_of(place, (), memory.pools(offer), piece_nbytes=offer.piece_nbytes, **watched)

@@ -30,16 +30,17 @@ from kvswap.share._meet import check_peer
 _logger = logger("kvswap.share")
 
 HELLO = struct.Struct("<8sq20s")  # magic, pid, start time
-MAGIC = b"kvslend1"
+MAGIC = b"kvslend2"
 READY, GO = b"ready", b"go"
 SECONDS = 10.0  # for the next message; and until the owner is idle
-_OFFER = struct.Struct("<8sIIq9Q128s")
+_OFFER = struct.Struct("<8sIIq11Q128s")
+_MOST_PARTS = 8
 _SHORT_PAUSE = 1.0  # where no connection can be accepted
 
 
 class Offer(NamedTuple):
     """An owner's host memory: row i begins at begin + i * stride of the file, and block i is the block_nbytes bytes
-    from `offset` of row i on."""
+    from `offset` of row i on. A block in several parts has equal pieces in so many rows, part_stride bytes apart."""
 
     rank: int  # of the lender, in the owner's group
     slots: int
@@ -52,13 +53,24 @@ class Offer(NamedTuple):
     offset: int
     block_nbytes: int
     piece_nbytes: int
+    parts: int
+    part_stride: int
     generation: int
     path: str
 
     @property
     def nbytes(self) -> int:
         """Of all rows."""
-        return self.stride * self.num_blocks
+        return (self.parts - 1) * self.part_stride + self.stride * self.num_blocks
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is memory of this form, whose registrations can all end between rows."""
+        if not (self.num_blocks > 0 and 1 <= self.parts <= _MOST_PARTS and self.block_nbytes >= self.parts):
+            return False
+        inside = self.offset + self.block_nbytes // self.parts <= self.stride and self.block_nbytes % self.parts == 0
+        apart = self.part_stride >= self.stride * self.num_blocks and self.part_stride % self.stride == 0
+        return inside and (self.parts == 1 or apart) and self.nbytes < 1 << 62
 
     def pack(self) -> bytes:
         *numbers, path = self
@@ -71,8 +83,7 @@ def unpack(message: bytes) -> Offer:
         raise ValueError(f"its offer of {len(message)} bytes is not known: use one version of kvswap")
     _, *numbers, path = _OFFER.unpack(message)
     offer = Offer._make([*numbers, path.rstrip(b"\0").decode()])
-    inside = offer.offset + offer.block_nbytes <= offer.stride and offer.block_nbytes > 0
-    if not (1 <= offer.rank <= 15 and inside and offer.num_blocks > 0 and offer.nbytes < 1 << 62):
+    if not (1 <= offer.rank <= 15 and offer.is_possible):
         raise ValueError(f"its offer has numbers that no memory has: {offer}")
     return offer
 

@@ -48,10 +48,17 @@ engine.close()
 
 
 class Engine:
-    """A cache on a device, and its host memory: a file in /dev/shm that has no name any more."""
+    """A cache on a device, and its host memory: a file in /dev/shm that has no name any more. parts: as of Place."""
 
     def __init__(
-        self, name: str, engine: str, device: str = "host:0", idle: bool = True, file: str = "", **options: Any
+        self,
+        name: str,
+        engine: str,
+        device: str = "host:0",
+        idle: bool = True,
+        file: str = "",
+        parts: int = 1,
+        **options: Any,
     ) -> None:
         _lend._LOOK = LOOK
         self.device, self.idle = kvswap.Device(device), idle
@@ -59,21 +66,23 @@ class Engine:
         self.fd = os.open(path, os.O_RDWR if file else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         if not file:
             os.unlink(path)
-            os.ftruncate(self.fd, BLOCKS * ROW)
-        self.map = mmap.mmap(self.fd, BLOCKS * ROW)
-        self.rows = np.frombuffer(self.map, np.uint8).reshape(BLOCKS, ROW)
+            os.ftruncate(self.fd, parts * BLOCKS * ROW)
+        self.map = mmap.mmap(self.fd, parts * BLOCKS * ROW)
+        self.rows = np.frombuffer(self.map, np.uint8).reshape(parts * BLOCKS, ROW)
         if not file:
             self.rows[:] = 0xEE
         self.ptr = self.rows.ctypes.data
-        self.device.register(self.ptr, BLOCKS * ROW)
-        self.gpu = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
+        self.device.register(self.ptr, parts * BLOCKS * ROW)
+        self.gpu = np.zeros((parts * LAYERS, BLOCKS, PAGE), np.uint8)
         self.pools: tuple[list[Any], list[Any]] = [], []
-        for i in range(LAYERS):
-            for side, ptr, stride in ((0, self.gpu[i].ctypes.data, PAGE), (1, self.ptr + i * PAGE, ROW)):
+        for i in range(parts * LAYERS):
+            host = self.ptr + i // LAYERS * BLOCKS * ROW + i % LAYERS * PAGE
+            for side, ptr, stride in ((0, self.gpu[i].ctypes.data, PAGE), (1, host, ROW)):
                 group: Any = {"group": self.pools[side][0]} if self.pools[side] else {}
                 self.pools[side].append(kvswap.Pool(self.device, ptr, BLOCKS, PAGE, stride=stride, **group))
         there = os.fstat(self.fd)
-        place = kvswap.share.Place(self.ptr, BLOCK, BLOCKS, f"test {there.st_dev}", there.st_ino, True, ROW)
+        form = True, ROW, parts, BLOCKS * ROW
+        place = kvswap.share.Place(self.ptr, parts * BLOCK, BLOCKS, f"test {there.st_dev}", there.st_ino, *form)
         behind = _lend.HostFile(self.fd, 0, self.ptr)
         given: dict[str, Any] = {"piece_nbytes": 4 * BLOCK, "stall": 10.0, **options}
         sides = tuple(self.pools[0]), tuple(self.pools[1])
@@ -97,10 +106,12 @@ class Engine:
     def check(self, count: int = BLOCKS) -> list[int]:
         """A store and a load of new bytes; what came over other links, of both."""
         gpu, host = self.rng.permutation(BLOCKS)[:count], self.rng.permutation(BLOCKS)[:count]
-        new = self.rng.integers(0, 256, (LAYERS, count, PAGE), dtype=np.uint8)
+        new = self.rng.integers(0, 256, (len(self.gpu), count, PAGE), dtype=np.uint8)
         self.gpu[:, gpu] = new
         rows = self.rows.copy()
-        rows[host, :BLOCK] = new.transpose(1, 0, 2).reshape(count, BLOCK)
+        for part in range(len(self.gpu) // LAYERS):
+            own = new[part * LAYERS : (part + 1) * LAYERS]
+            rows[part * BLOCKS + host, :BLOCK] = own.transpose(1, 0, 2).reshape(count, BLOCK)
         store = self.lending.member.store(gpu, host)
         store.wait(PATIENCE)
         assert np.array_equal(self.rows, rows)
@@ -167,7 +178,7 @@ def check_lent(engine: Engine) -> None:
 
 
 def test_each_lends_to_the_other(here: Engine, name: str) -> None:
-    other = Other(name, "other")
+    other = Other(name, "other", parts=2)  # as keys and values
     try:
         lenders(here, 1)
         check_lent(here)
@@ -177,6 +188,7 @@ def test_each_lends_to_the_other(here: Engine, name: str) -> None:
         brought = here.lending.member.stats()
         pid, registered, lends, *by_them = other.ask("engine.lent()")[0]
         assert (pid, registered, lends) == (os.getpid(), BLOCKS * ROW, True)
+        assert here.lending.loans[0].registered_nbytes == 2 * BLOCKS * ROW
         assert by_them == [brought["brought_by_others_d2h"], brought["brought_by_others_h2d"]]
         lines = [line for line in info.collect().to_text().splitlines() if line.startswith(f"lend     {name}")]
         assert len(lines) == 2 and all("to which 1 others lend" in line for line in lines)
@@ -347,8 +359,8 @@ def an_offer(fd: int, **changed: Any) -> bytes:
     there = os.fstat(fd)
     values = {
         "rank": 1, "slots": 4, "pid": os.getpid(), "device": there.st_dev, "inode": there.st_ino, "begin": 0,
-        "stride": ROW, "num_blocks": 4, "offset": 0, "block_nbytes": BLOCK, "piece_nbytes": 4 * BLOCK, "generation": 1,
-        "path": "fake",
+        "stride": ROW, "num_blocks": 4, "offset": 0, "block_nbytes": BLOCK, "piece_nbytes": 4 * BLOCK,
+        "parts": 1, "part_stride": 0, "generation": 1, "path": "fake",
     }  # fmt: skip
     return _offer.Offer(**{**values, **changed}).pack()
 
@@ -362,6 +374,7 @@ def an_offer(fd: int, **changed: Any) -> bytes:
         ({"num_blocks": 1 << 60}, "its offer has numbers that no memory has"),
         ({"offset": ROW - BLOCK + 1}, "its offer has numbers that no memory has"),
         ({"rank": 0}, "its offer has numbers that no memory has"),
+        ({"parts": 2, "part_stride": 4 * ROW + 1}, "its offer has numbers that no memory has"),
         ({"begin": 100, "num_blocks": 3}, "its rows begin at 100, and not on a page"),
         (None, "its offer of 3 bytes is not known"),
         ("no descriptor", "0 descriptors came with its offer"),
@@ -421,6 +434,18 @@ def test_wrong_arguments_are_named(name: str) -> None:
         _lend.Lending("a/b", "here", place, (), (), file)
 
 
+def test_parts_that_no_memory_has(here: Engine) -> None:
+    place = kvswap.share.Place(here.ptr, 2 * BLOCK, BLOCKS, "test", 1, True, ROW)
+    for parts, step, why in (
+        (9, 0, "a block of 24576 bytes in 9 parts: 1 to 8 parts of equal size"),
+        (2, BLOCKS * ROW - 1, f"part_stride is {BLOCKS * ROW - 1}; the blocks of a part take {BLOCKS * ROW} bytes"),
+        (1, 0, f"stride is {ROW}, less than a block's 24576 bytes"),
+    ):
+        sides = tuple(here.pools[0]), tuple(here.pools[1])
+        with pytest.raises(ValueError, match=re.escape(why)):
+            kvswap.share.core_of(place._replace(parts=parts, part_stride=step), *sides)
+
+
 def test_chunks_end_between_rows() -> None:
     """A registration that ended within a block would keep lenders from copying it."""
     fd = os.memfd_create("rows")
@@ -429,7 +454,7 @@ def test_chunks_end_between_rows() -> None:
         blocks = -(-(130 << 20) // stride)
         os.ftruncate(fd, stride * blocks)
         there = os.fstat(fd)
-        offer = _offer.Offer(1, 4, 1, there.st_dev, there.st_ino, 0, stride, blocks, 0, stride, stride, 1, "")
+        offer = _offer.Offer(1, 4, 1, there.st_dev, there.st_ino, 0, stride, blocks, 0, stride, stride, 1, 0, 1, "")
         memory = _loan._Memory(kvswap.Device("host:0"), offer, fd)
         while memory.registered < memory.nbytes:
             memory.register_next()
