@@ -231,6 +231,17 @@ class CodedMap:
             for group, tensors in enumerate(self._layout.groups)
         )
 
+    def pools_of_group(self, group: int) -> tuple[tuple[_C.Pool, ...], tuple[_C.Pool, ...]]:
+        """The pools of the tensors of a group of layers, in ascending order: the GPU's and the host's."""
+        tensors = self._layout.groups[group]
+        return tuple(self._gpu[i] for i in tensors), tuple(self._cpu[i] for i in tensors)
+
+    def forget_failures(self, slots: Any) -> None:
+        """Before a member of a group moves blocks of these pools, which remember failed transfers of this map. slots:
+        of the host, that the member reads or writes."""
+        self._clear_failed_loads()
+        self._clear_failures(self._cpu, np.asarray(slots, np.int64))
+
     def _expand(self, gpu_blocks: Any, chunks: Any, group_sizes: Any, block_indices: Any) -> list[_Blocks]:
         """The slots of each group. ValueError, IndexError: the lists do not fit."""
         layout = self._layout

@@ -18,6 +18,7 @@ from kvswap.offload._layers import Places, by_parts, places_of, wait_here, waits
 from kvswap.offload._layout import (
     AnyLayout,
     AnyMap,
+    Ranges,
     SharedMap,
     checked_parts,
     device_of,
@@ -26,8 +27,9 @@ from kvswap.offload._layout import (
     take_map,
 )
 from kvswap.offload._lend import Lend, LendMap, lend_layout
+from kvswap.offload._links import LinksMap
 from kvswap.offload._member import MemberMap, Share, member_layout
-from kvswap.offload._replicas import ReplicaMap, replica_layout
+from kvswap.offload._replicas import replica_layout
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
 
@@ -128,14 +130,21 @@ def _wait(transfer: _C.Transfer | _C.ShareTransfer, deadline: Deadline, what: st
             return  # the job's result reports the error
 
 
-def _refuse_beside(what: str, coded: bool, canonical: bool, cut: bool, moves: dict[str, Any]) -> None:
+def _refuse_beside(what: str, canonical: bool, cut: bool, moves: dict[str, Any]) -> None:
     """ValueError: what does not go with share=, or lend=."""
     given = [name for name, value in moves.items() if value not in (None, "auto")]
-    given += [
-        name for name, value in (("codings", coded), ("canonical_layout", canonical), ("layer_parts", cut)) if value
-    ]
+    given += [name for name, value in (("canonical_layout", canonical), ("layer_parts", cut)) if value]
     if given:
         raise ValueError(f"{what}: {given[0]} does not apply to transfers over several links")
+
+
+def _shared_layout(
+    places: tuple[str, Any, Any, int, Any], share: Share, codings: Sequence[Coding] | None, parts: tuple[Ranges, ...]
+) -> AnyLayout:
+    """Of replicas, or of the ranks of an engine."""
+    if share.ranks == 0:
+        return replica_layout(*places, share, codings, parts)
+    return member_layout(*places, share, codings)
 
 
 class SingleDirectionOffloadingHandler:
@@ -223,13 +232,11 @@ class SingleDirectionOffloadingHandler:
         parts = self.layer_parts if self._cut or codings is not None else ()
         moves = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
         if share is not None:
-            _refuse_beside("share", codings is not None and share.ranks == 0, canonical_layout, self._cut, moves)
-            layout: AnyLayout = (
-                replica_layout(*places, share) if share.ranks == 0 else member_layout(*places, share, codings)
-            )
+            _refuse_beside("share", canonical_layout, self._cut, moves)
+            layout: AnyLayout = _shared_layout(places, share, codings, parts)
         elif lend is not None:
-            _refuse_beside("lend", codings is not None, canonical_layout, self._cut, moves)
-            layout = lend_layout(*places, lend)
+            _refuse_beside("lend", canonical_layout, self._cut, moves)
+            layout = lend_layout(*places, lend, codings, parts)
         else:
             layout = layout_of(places, codings, canonical_layout, remember_failures, parts)
         self.gpu_to_cpu = bool(gpu_to_cpu)
@@ -270,7 +277,7 @@ class SingleDirectionOffloadingHandler:
     @property
     def member(self) -> Member | None:
         """The member of a group by which jobs go; None: without share= and lend=."""
-        return self._map.member if isinstance(self._map, (MemberMap, LendMap, ReplicaMap)) else None
+        return self._map.member if isinstance(self._map, (MemberMap, LinksMap)) else None
 
     @property
     def lending(self) -> Lending | None:
@@ -278,9 +285,9 @@ class SingleDirectionOffloadingHandler:
         return self._map.lending if isinstance(self._map, LendMap) else None
 
     @property
-    def _coded_map(self) -> CodedMap | MemberMap | None:
+    def _coded_map(self) -> CodedMap | MemberMap | LinksMap | None:
         """The map, if blocks are coded on the way."""
-        if isinstance(self._map, CodedMap) or (isinstance(self._map, MemberMap) and self._map.coded):
+        if isinstance(self._map, CodedMap) or (isinstance(self._map, (MemberMap, LinksMap)) and self._map.coded):
             return self._map
         return None
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvswap import _C
-from kvswap.offload._layout import Layout
-from kvswap.offload._links import LinksMap, layouts_of
-from kvswap.offload._member import MemberLayout, pools_of
+from kvswap.codecs import Coding
+from kvswap.offload._coded import CodedLayout
+from kvswap.offload._layout import Layout, Ranges
+from kvswap.offload._links import LinksMap, layouts_of, open_both
+from kvswap.offload._member import MemberLayout
 from kvswap.share import Place
 from kvswap.share._lend import HostFile, Lending
 
@@ -31,7 +33,7 @@ class Lend(NamedTuple):
 class LendLayout(NamedTuple):
     """The places of a cache's blocks on both sides, for both ways."""
 
-    plain: Layout
+    plain: Layout | CodedLayout
     member: MemberLayout
     lend: Lend
 
@@ -56,9 +58,11 @@ def lend_layout(
     factor: int,
     groups: Sequence[Sequence[Any]],
     lend: Lend,
+    codings: Sequence[Coding] | None,
+    parts: tuple[Ranges, ...],
 ) -> LendLayout:
-    """ValueError: they are not blocks that others can bring."""
-    return LendLayout(*layouts_of(device, gpu_tensors, cpu_tensors, factor, groups), lend)
+    """codings, parts: as layouts_of(). ValueError: they are not blocks that others can bring."""
+    return LendLayout(*layouts_of(device, gpu_tensors, cpu_tensors, factor, groups, codings, parts), lend)
 
 
 class LendMap(LinksMap):
@@ -66,18 +70,17 @@ class LendMap(LinksMap):
 
     def __init__(self, layout: LendLayout, device: _C.Device, hold: object) -> None:
         lend, cpus = layout.lend, layout.member.cpus
-        gpus, hosts = pools_of(layout.member, device, hold)
+        ways = open_both(layout.plain, layout.member, device, hold)
         begin = min(cpu.ptr for cpu in cpus)
         stride = cpus[0].stride
         row_rest = stride - (begin - lend.file.ptr) % stride
         block = max(cpu.ptr + cpu.page for cpu in cpus) - begin if lend.cells else row_rest
         place = Place(begin, block, cpus[0].chunks, lend.path, lend.generation, True, stride)
-        plain = layout.plain.open(device, hold)
         self._lending = Lending(
-            lend.name, lend.engine, place, gpus, hosts, lend.file,
+            lend.name, lend.engine, place, ways.gpus, ways.hosts, lend.file,
             is_idle=lend.is_idle, lenders=lend.lenders, piece_nbytes=lend.piece_nbytes,
         )  # fmt: skip
-        super().__init__(plain, self._lending.member, lend.piece_nbytes, sum(layout.member.pages), stores=True)
+        super().__init__(ways, self._lending.member, lend.piece_nbytes, stores=True)
 
     @property
     def lending(self) -> Lending:

@@ -50,6 +50,14 @@ class MemberLayout(NamedTuple):
         return self.cpus[0].stride if self.factor == 1 else self.cpus[0].pitch
 
     @property
+    def coded_pages(self) -> tuple[int, ...]:
+        """Bytes of a block that are moved, as the host has them."""
+        return tuple(
+            page if coding is None else coding.coded_nbytes
+            for page, coding in zip(self.pages, self.codings, strict=True)
+        )
+
+    @property
     def shape(self) -> Shape:
         """For a job's lists."""
         cpu = self.cpus[0]
@@ -131,8 +139,8 @@ def _check_chunks(layout: MemberLayout) -> None:
 def pools_of(layout: MemberLayout, device: _C.Device, hold: object) -> tuple[tuple[_C.Pool, ...], tuple[_C.Pool, ...]]:
     """The GPU's pools and the host's. hold: kept while they live."""
     sides: tuple[list[_C.Pool], list[_C.Pool]] = [], []
-    for gpu, cpu, page, coding in zip(layout.gpus, layout.cpus, layout.pages, layout.codings, strict=True):
-        coded = page if coding is None else coding.coded_nbytes
+    tensors = zip(layout.gpus, layout.cpus, layout.pages, layout.coded_pages, layout.codings, strict=True)
+    for gpu, cpu, page, coded, coding in tensors:
         for pools, ptr, blocks, nbytes, stride, how in (
             (sides[0], gpu.ptr, gpu.blocks, page, gpu.stride, None),
             (sides[1], cpu.ptr, layout.slots, coded, layout.step, coding),

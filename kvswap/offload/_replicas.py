@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvswap import _C
-from kvswap.offload._layout import Layout
-from kvswap.offload._links import LinksMap, layouts_of
-from kvswap.offload._member import MemberLayout, Share, pools_of
+from kvswap.codecs import Coding
+from kvswap.offload._coded import CodedLayout
+from kvswap.offload._layout import Layout, Ranges
+from kvswap.offload._links import LinksMap, layouts_of, open_both
+from kvswap.offload._member import MemberLayout, Share
 from kvswap.share import Place, join_at
 
 
 class ReplicaLayout(NamedTuple):
     """The places of a cache's blocks on both sides, for both ways."""
 
-    plain: Layout
+    plain: Layout | CodedLayout
     member: MemberLayout
     share: Share
 
@@ -45,9 +47,11 @@ def replica_layout(
     factor: int,
     groups: Sequence[Sequence[Any]],
     share: Share,
+    codings: Sequence[Coding] | None,
+    parts: tuple[Ranges, ...],
 ) -> ReplicaLayout:
-    """ValueError: they are not blocks that others can bring."""
-    return ReplicaLayout(*layouts_of(device, gpu_tensors, cpu_tensors, factor, groups), share)
+    """codings, parts: as layouts_of(). ValueError: they are not blocks that others can bring."""
+    return ReplicaLayout(*layouts_of(device, gpu_tensors, cpu_tensors, factor, groups, codings, parts), share)
 
 
 class ReplicaMap(LinksMap):
@@ -57,9 +61,8 @@ class ReplicaMap(LinksMap):
         share, first = layout.share, layout.member.cpus[0]
         begin = min(cpu.ptr for cpu in layout.member.cpus)
         place = Place(begin, first.stride, first.chunks, share.path, share.generation, True)
-        gpus, hosts = pools_of(layout.member, device, hold)
-        plain = layout.plain.open(device, hold)
+        ways = open_both(layout.plain, layout.member, device, hold)
         member = join_at(
-            share.group, share.rank, place, gpus, hosts, stall=share.stall, piece_nbytes=share.piece_nbytes
+            share.group, share.rank, place, ways.gpus, ways.hosts, stall=share.stall, piece_nbytes=share.piece_nbytes
         )
-        super().__init__(plain, member, share.piece_nbytes, sum(layout.member.pages), stores=False)
+        super().__init__(ways, member, share.piece_nbytes, stores=False)
