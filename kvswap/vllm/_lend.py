@@ -15,7 +15,7 @@ from typing import Any
 from kvswap import _C
 from kvswap.offload._lend import Lend
 from kvswap.share._lend import HostFile
-from kvswap.vllm._handler import codec_of, lend_of, refuse_with_links, share_of
+from kvswap.vllm._handler import lend_of, refuse_with_links, share_of
 
 IDLE = 0.1  # seconds without a step
 _STUCK = 10.0  # a step that has not ended after so long was given up
@@ -64,11 +64,8 @@ def _refuse(why: str) -> ValueError:
 
 def _refuse_options(extra_config: Mapping[str, Any]) -> None:
     """ValueError: another option that does not go with it."""
-    leave_out = "Leave out one of the two"
-    if codec_of(extra_config) is not None:
-        raise _refuse(f"lenders bring blocks as they are, and kvswap_codec codes them. {leave_out}")
     if share_of(extra_config) is not None:
-        raise _refuse(f"with kvswap_share the ranks of an engine are a group already. {leave_out}")
+        raise _refuse("with kvswap_share the ranks of an engine are a group already. Leave out one of the two")
     refuse_with_links(extra_config, _refuse, "lent")
 
 

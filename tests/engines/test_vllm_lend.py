@@ -34,7 +34,8 @@ def test_engines_lend_by_a_name() -> None:
     assert _handler.lend_of({}) is _handler.lend_of({"kvswap_lend": False}) is None
     assert _handler.lend_of(LEND) == ("default", 3)
     assert _handler.lend_of({"kvswap_lend": "a-name", "kvswap_lenders": 7}) == ("a-name", 7)
-    assert _lend.check(engine(LEND), True) and not _lend.check(engine({"kvswap_path": "dma"}, blocks=2), False)
+    assert _lend.check(engine(LEND), True) and _lend.check(engine({**LEND, "kvswap_codec": "exact"}), True)
+    assert not _lend.check(engine({"kvswap_path": "dma"}, blocks=2), False)
     for wrong in ({"kvswap_lend": "a/b"}, {"kvswap_lend": "a" * 21}, {"kvswap_lend": 1}, {"kvswap_lenders": 16}):
         with pytest.raises(ValueError, match='"kvswap_lend'):
             _handler.lend_of(wrong)
@@ -43,7 +44,6 @@ def test_engines_lend_by_a_name() -> None:
 @pytest.mark.parametrize(
     ("extra", "more", "why"),
     [
-        ({"kvswap_codec": "exact"}, {}, "lenders bring blocks as they are, and kvswap_codec codes them"),
         ({"kvswap_overlap": True}, {}, "the layers of a lent load come in any order, and kvswap_overlap waits"),
         ({"kvswap_share": True}, {}, "with kvswap_share the ranks of an engine are a group already"),
         ({"canonical_layout": True}, {}, "with canonical_layout each rank stores pages of its own"),

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import vllm_codec
+
 LIMIT = 240.0  # seconds, with the start of an engine
 MARK = "=> "
 
@@ -122,6 +124,10 @@ def scenario(engine: Any, options: argparse.Namespace, say: Any, prompt: Any, na
     until(lambda: other.ask("lenders") == ranks)
     say("another engine came, and each lends to the other")
     large(engine, other, options, say, prompt)
+    if options.codec:
+        stores = brought(engine)[0]
+        vllm_codec.scenario(engine, options, say, prompt)
+        assert brought(engine)[0] > stores, "the job with a block that does not fit"
 
     other.say("again", 7, 40)
     hits = [engine.again(prompt(200, 40)) for _ in range(3)]

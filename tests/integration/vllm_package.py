@@ -372,7 +372,7 @@ def scenario(engine: Engine) -> None:
             prompt,
             engine.folder,
         )
-    elif OPTIONS.codec:
+    elif OPTIONS.codec and not OPTIONS.lend:
         vllm_codec.scenario(engine, OPTIONS, say, prompt)
     elif OPTIONS.overlap:
         vllm_overlap.scenario(engine, OPTIONS, say, prompt)
