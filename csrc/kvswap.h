@@ -117,17 +117,18 @@ struct kvs_path_stats {
 };
 
 struct kvs_stats {
-  uint64_t submitted, done, failed, cancelled;    /* transfers */
-  uint64_t bytes_d2h, bytes_h2d, bytes_other;     /* of transfers done */
-  uint64_t copies, merged;                        /* copies issued; blocks merged into another block's copy */
-  uint64_t unfinished, lanes;                     /* now */
-  uint64_t refused_full;                          /* submissions refused with KVS_QUEUE_FULL */
-  uint64_t second_attempts;                       /* transfers given to the copy engine after their path was refused */
-  uint64_t staging_nbytes;                        /* memory held for descriptors */
-  uint64_t waits_raw, waits_war, waits_waw;       /* waits for hazards; one wait may count for several kinds */
-  struct kvs_path_stats paths[3][KVS_PATHS_MOST]; /* by direction and path */
-  uint64_t lent_bytes_d2h, lent_bytes_h2d;        /* of others' transfers, on this device's link */
-  uint64_t reserved[14];
+  uint64_t submitted, done, failed, cancelled;     /* transfers */
+  uint64_t bytes_d2h, bytes_h2d, bytes_other;      /* of transfers done */
+  uint64_t copies, merged;                         /* copies issued; blocks merged into another block's copy */
+  uint64_t unfinished, lanes;                      /* now */
+  uint64_t refused_full;                           /* submissions refused with KVS_QUEUE_FULL */
+  uint64_t second_attempts;                        /* transfers given to the copy engine after their path was refused */
+  uint64_t staging_nbytes;                         /* memory held for descriptors */
+  uint64_t waits_raw, waits_war, waits_waw;        /* waits for hazards; one wait may count for several kinds */
+  struct kvs_path_stats paths[3][KVS_PATHS_MOST];  /* by direction and path */
+  uint64_t lent_bytes_d2h, lent_bytes_h2d;         /* of others' transfers, on this device's link */
+  uint64_t borrowed_bytes_d2h, borrowed_bytes_h2d; /* of this device's transfers, on others' links */
+  uint64_t reserved[12];
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening

@@ -89,6 +89,7 @@ def _define_devices(table: _Table) -> None:
     table.define("counter", "second_attempts", "Transfers that took another path after the first failed", "device")
     table.define("counter", "hazard_waits", "Waits between transfers on the same slots", "device hazard")
     table.define("counter", "lent_bytes", "Bytes of other devices' transfers over this one's link", "device direction")
+    table.define("counter", "borrowed_bytes", "Bytes of its transfers over other devices' links", "device direction")
     table.define("gauge", "device_lost", "1: the device is lost and every transfer fails", "device")
     table.define("gauge", "memory_bytes", "Memory that kvswap holds or has registered", "device kind")
     table.define("gauge", "pools", "Pools whose slots are tracked", "device")
@@ -144,6 +145,8 @@ def _define_rest(table: _Table) -> None:
     table.define("counter", "remote_clears", "Epochs that remote stores began")
     table.define("gauge", "remote_epoch_unreadable", "Remote stores whose epoch cannot be read: everything is a miss")
     table.define("gauge", "remote_nodes", "Nodes of remote stores: up, or without an answer", "state")
+    table.define("gauge", "lenders", "Other processes whose links bring parts of its loads and stores", "device")
+    table.define("gauge", "borrowers", "Other processes whose loads and stores its link brings parts of", "device")
     table.define("gauge", "info", "1; the label is kvswap's version", "version")
 
 
@@ -171,6 +174,7 @@ def _put_device(table: _Table, device: DeviceMetrics) -> None:
     table.put("second_attempts", device["second_attempts"], name)
     for direction in ("d2h", "h2d"):
         table.put("lent_bytes", row[f"lent_bytes_{direction}"], name, direction)
+        table.put("borrowed_bytes", row[f"borrowed_bytes_{direction}"], name, direction)
     table.put("device_lost", int(device["lost"]), name)
     for hazard in ("raw", "war", "waw"):
         table.put("hazard_waits", row[f"waits_{hazard}"], name, hazard)
@@ -246,6 +250,9 @@ def _put_rest(table: _Table, numbers: Snapshot) -> None:
         table.put("remote_queue_transfers", remote["unfinished"])
         for why in remote["nodes"].values():
             table.put("remote_nodes", 1, "up" if why == "up" else "down")
+    for share in numbers["share"]:
+        table.put("lenders", share["lenders"], share["device"])
+        table.put("borrowers", share["borrowers"], share["device"])
     table.put("info", 1, numbers["version"])
 
 

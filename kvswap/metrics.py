@@ -36,6 +36,7 @@ __all__ = [
     "LaneMetrics",
     "PathMetrics",
     "RemoteMetrics",
+    "ShareMetrics",
     "Snapshot",
     "bounds",
     "close",
@@ -94,6 +95,8 @@ class DeviceMetrics(TypedDict):
     waits_waw: int
     lent_bytes_d2h: int
     lent_bytes_h2d: int
+    borrowed_bytes_d2h: int
+    borrowed_bytes_h2d: int
     staging_bytes: int
     slots_bytes: int
     allocated_bytes: int
@@ -198,6 +201,15 @@ class RemoteMetrics(TypedDict):
     epoch: str
 
 
+class ShareMetrics(TypedDict):
+    """A device in groups of processes that share links (kvswap.share). lenders: other processes that bring parts of its
+    loads and stores now; borrowers: those for which it brings parts."""
+
+    device: str
+    lenders: int
+    borrowers: int
+
+
 class Snapshot(TypedDict):
     """All of it. time: time.time(); monotonic: time.monotonic()."""
 
@@ -212,6 +224,7 @@ class Snapshot(TypedDict):
     host_pools: list[HostPoolMetrics]
     handlers: list[HandlerMetrics]
     remote: list[RemoteMetrics]
+    share: list[ShareMetrics]
 
 
 def bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -224,6 +237,7 @@ def snapshot(rank: int | str | None = None) -> Snapshot:
 
     rank: this process among those of its engine; None: RANK or LOCAL_RANK of the environment, else empty.
     """
+    share = sys.modules.get("kvswap.share")
     handlers, remote = (sys.modules.get(f"kvswap.{name}._counts") for name in ("offload", "remote"))
     found: Any = {
         "version": _C.__version__,
@@ -235,6 +249,7 @@ def snapshot(rank: int | str | None = None) -> Snapshot:
         **_C._metrics(),
         "handlers": handlers.rows() if handlers is not None else [],
         "remote": remote.rows() if remote is not None else [],
+        "share": share.rows() if share is not None else [],
     }
     result: Snapshot = found
     return result

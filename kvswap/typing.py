@@ -230,6 +230,8 @@ class DeviceStats(TypedDict):
     waits_waw: int
     lent_bytes_d2h: int
     lent_bytes_h2d: int
+    borrowed_bytes_d2h: int
+    borrowed_bytes_h2d: int
     paths: dict[str, dict[str, PathStats]]
 
 

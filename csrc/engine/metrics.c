@@ -52,6 +52,8 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
       .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
       .lent_bytes_d2h = atomic_load(&engine->lent_nbytes[KVS_D2H]),
       .lent_bytes_h2d = atomic_load(&engine->lent_nbytes[KVS_H2D]),
+      .borrowed_bytes_d2h = atomic_load(&engine->borrowed_nbytes[KVS_D2H]),
+      .borrowed_bytes_h2d = atomic_load(&engine->borrowed_nbytes[KVS_H2D]),
   };
   stats_of_paths(engine, stats);
   if (kvs_dev_forked(engine->device)) return;
@@ -139,6 +141,8 @@ void kvs_engine_get_metrics(struct kvs_engine *engine, struct kvs_engine_metrics
   metrics->second_attempts = atomic_load(&engine->second_attempts);
   metrics->lent_d2h_nbytes = atomic_load(&engine->lent_nbytes[KVS_D2H]);
   metrics->lent_h2d_nbytes = atomic_load(&engine->lent_nbytes[KVS_H2D]);
+  metrics->borrowed_d2h_nbytes = atomic_load(&engine->borrowed_nbytes[KVS_D2H]);
+  metrics->borrowed_h2d_nbytes = atomic_load(&engine->borrowed_nbytes[KVS_H2D]);
   metrics->staging_nbytes = atomic_load(&engine->staging_nbytes);
   metrics->slots_nbytes = kvs_engine_slots_nbytes(engine);
   metrics->waits_raw = atomic_load(&engine->waits[KVS_RAW]);

@@ -44,11 +44,12 @@ struct kvs_engine_metrics {
   struct kvs_lane_metrics lanes[3][KVS_PRIORITY_BACKGROUND + 1];
   uint64_t submitted, copies, merged, refused_full, second_attempts;
   uint64_t waits_raw, waits_war, waits_waw;
-  uint64_t lent_d2h_nbytes, lent_h2d_nbytes;        /* queued on this device's link by other devices' transfers */
-  uint64_t staging_nbytes, slots_nbytes;            /* now */
-  uint64_t allocated_nbytes, allocated_host_nbytes; /* now, by kvswap: device memory, pinned memory */
-  uint64_t registered_nbytes, imported_nbytes;      /* now: pinned memory of the caller; memory of other processes */
-  uint64_t pools, pool_blocks;                      /* now: kvs_pool */
+  uint64_t lent_d2h_nbytes, lent_h2d_nbytes;         /* queued on this device's link by other devices' transfers */
+  uint64_t borrowed_d2h_nbytes, borrowed_h2d_nbytes; /* of this device's transfers, on other links */
+  uint64_t staging_nbytes, slots_nbytes;             /* now */
+  uint64_t allocated_nbytes, allocated_host_nbytes;  /* now, by kvswap: device memory, pinned memory */
+  uint64_t registered_nbytes, imported_nbytes;       /* now: pinned memory of the caller; memory of other processes */
+  uint64_t pools, pool_blocks;                       /* now: kvs_pool */
   bool lost;
 };
 void kvs_engine_get_metrics(struct kvs_engine *engine, struct kvs_engine_metrics *metrics);

@@ -174,6 +174,7 @@ struct kvs_engine {
   pthread_mutex_t lend_lock;                 /* one change of `lent` at a time */
   atomic_uint_fast64_t lent_least;           /* bytes of the smallest slot of these links; 0: none is lent */
   atomic_uint_fast64_t lent_nbytes[2];       /* by direction: queued on this device's link by others */
+  atomic_uint_fast64_t borrowed_nbytes[2];   /* of this device's transfers, on links of others */
   atomic_uint lent_pieces[2];                /* of other processes, on the link now */
   pthread_mutex_t note_lock;                 /* a leaf */
   char burst_note[KVS_BURST_NOTE]; /* guarded by note_lock: why there are no slots, or smaller ones than wanted; else

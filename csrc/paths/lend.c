@@ -207,7 +207,9 @@ struct kvs_lent_way *kvs_lent_next(const struct kvs_submission *s) {
 
 void kvs_lent_give(struct kvs_submission *s, struct kvs_lent_way *way, uint64_t nbytes) {
   *(way ? &way->given : &s->given) += nbytes;
-  if (way) atomic_fetch_add(&way->lender->lent_nbytes[s->work->direction], nbytes);
+  if (!way) return;
+  atomic_fetch_add(&way->lender->lent_nbytes[s->work->direction], nbytes);
+  atomic_fetch_add(&s->engine->borrowed_nbytes[s->work->direction], nbytes);
 }
 
 double kvs_lent_shares(const struct kvs_submission *s) {

@@ -305,7 +305,7 @@ PyDoc_STRVAR(
     "block),\n"
     "refused_full (submissions that a full lane refused), second_attempts (transfers that took another path after\n"
     "the first one was refused or failed), lent_bytes_d2h, lent_bytes_h2d (of other devices' transfers, queued on\n"
-    "this one's link),\n"
+    "this one's link), borrowed_bytes_d2h, borrowed_bytes_h2d (of this one's transfers, queued on others' links),\n"
     "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
     "a write, a write after\n"
     "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "

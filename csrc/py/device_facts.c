@@ -91,11 +91,27 @@ static PyObject *all_path_stats(const struct kvs_stats *stats) {
 #define STATS(member) KVS_PY_FIELD(struct kvs_stats, member)
 
 PyObject *kvs_py_device_stats(PyObject *self, PyObject *unused) {
-  static const struct kvs_py_field fields[] = {
-      STATS(submitted), STATS(done),         STATS(failed),          STATS(cancelled),      STATS(bytes_d2h),
-      STATS(bytes_h2d), STATS(bytes_other),  STATS(copies),          STATS(merged),         STATS(unfinished),
-      STATS(lanes),     STATS(refused_full), STATS(second_attempts), STATS(staging_nbytes), STATS(waits_raw),
-      STATS(waits_war), STATS(waits_waw),    STATS(lent_bytes_d2h),  STATS(lent_bytes_h2d)};
+  static const struct kvs_py_field fields[] = {STATS(submitted),
+                                               STATS(done),
+                                               STATS(failed),
+                                               STATS(cancelled),
+                                               STATS(bytes_d2h),
+                                               STATS(bytes_h2d),
+                                               STATS(bytes_other),
+                                               STATS(copies),
+                                               STATS(merged),
+                                               STATS(unfinished),
+                                               STATS(lanes),
+                                               STATS(refused_full),
+                                               STATS(second_attempts),
+                                               STATS(staging_nbytes),
+                                               STATS(waits_raw),
+                                               STATS(waits_war),
+                                               STATS(waits_waw),
+                                               STATS(lent_bytes_d2h),
+                                               STATS(lent_bytes_h2d),
+                                               STATS(borrowed_bytes_d2h),
+                                               STATS(borrowed_bytes_h2d)};
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_stats stats = {0};

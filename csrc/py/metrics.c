@@ -119,6 +119,8 @@ static PyObject *device_row(struct kvs_engine *engine, struct kvs_engine_metrics
       ENGINE(waits_waw),
       KVS_PY_AS("lent_bytes_d2h", struct kvs_engine_metrics, lent_d2h_nbytes),
       KVS_PY_AS("lent_bytes_h2d", struct kvs_engine_metrics, lent_h2d_nbytes),
+      KVS_PY_AS("borrowed_bytes_d2h", struct kvs_engine_metrics, borrowed_d2h_nbytes),
+      KVS_PY_AS("borrowed_bytes_h2d", struct kvs_engine_metrics, borrowed_h2d_nbytes),
       KVS_PY_AS("staging_bytes", struct kvs_engine_metrics, staging_nbytes),
       KVS_PY_AS("slots_bytes", struct kvs_engine_metrics, slots_nbytes),
       KVS_PY_AS("allocated_bytes", struct kvs_engine_metrics, allocated_nbytes),

@@ -416,6 +416,7 @@ static void end_brought(struct kvs_share *share, struct kvs_share_job *job, size
   size_t blocks = blocks_of(share, job, piece);
   job->given += blocks * share->kv_nbytes;
   share->stats.brought_by_others[job->direction] += blocks * share->block_nbytes;
+  atomic_fetch_add(&share->engine->borrowed_nbytes[job->direction], blocks * share->block_nbytes);
   end_pieces(share, job, 1);
 }
 

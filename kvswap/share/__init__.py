@@ -50,14 +50,22 @@ class Place(NamedTuple):
     part_stride: int = 0
 
 
+class Role(NamedTuple):
+    """Whether others bring pieces for a member, and whether it brings pieces for others."""
+
+    borrows: bool
+    lends: bool
+
+
 class Member:
     """One process of a group. From join(). It lives until close() or the end of the process, even if nothing refers to
     it. Any thread may use it; a forked child must join anew."""
 
-    def __init__(self, core: _C._Share, meeting: Meeting, group: str, rank: int) -> None:
+    def __init__(self, core: _C._Share, meeting: Meeting, group: str, rank: int, device: str, role: Role) -> None:
         """Use join()."""
         self._core, self._meeting = core, meeting
         self._group, self._rank = group, rank
+        self._device, self._role = device, role
 
     @property
     def group(self) -> str:
@@ -259,7 +267,7 @@ def join_at(
         share_wait=share_wait,
         store_wait=store_wait,
     )
-    return member_of(core, group, rank, place, bool(lend))
+    return member_of(core, group, rank, place, hosts[0].device, Role(True, bool(lend)))
 
 
 def core_of(
@@ -295,14 +303,29 @@ def core_of(
     )
 
 
-def member_of(core: _C._Share, group: str, rank: int, place: Place, lends: bool, kind: str = "share") -> Member:
+def member_of(
+    core: _C._Share, group: str, rank: int, place: Place, device: _C.Device, role: Role, kind: str = "share"
+) -> Member:
     """Meet the others of the group. kind: of the group (_meet.py)."""
-    meeting = Meeting(core, group, rank, place.path, place.generation, lends, kind)
-    member = Member(core, meeting, group, rank)
+    meeting = Meeting(core, group, rank, place.path, place.generation, role.lends, kind)
+    member = Member(core, meeting, group, rank, device.name, role)
     _members.add(member)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # last, so that it runs first: before the device is shut down
     return member
+
+
+def rows() -> list[dict[str, Any]]:
+    """kvswap.metrics.ShareMetrics of each device with members."""
+    found: dict[str, dict[str, Any]] = {}
+    for member in list(_members):
+        if member._meeting.stopped:
+            continue
+        row = found.setdefault(member._device, {"device": member._device, "lenders": 0, "borrowers": 0})
+        peers = len(member.peers)
+        row["lenders"] += peers * member._role.borrows
+        row["borrowers"] += peers * member._role.lends
+    return list(found.values())
 
 
 def _rank(rank: int, name: str) -> int:

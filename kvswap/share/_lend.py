@@ -24,7 +24,7 @@ from typing import NamedTuple
 from kvswap import _C
 from kvswap._log import logger
 from kvswap._top_socket import prepare_folder
-from kvswap.share import Member, Place, core_of, member_of
+from kvswap.share import Member, Place, Role, core_of, member_of
 from kvswap.share._loan import Loaned, Loans, Own
 from kvswap.share._meet import is_taken, listen_at, locked
 from kvswap.share._offer import Offer, Offering
@@ -107,7 +107,7 @@ class Lending:
         self._offering = Offering(listening, offer, os.dup(file.fd), lenders, is_idle)
         ours = Own(offer, file.ptr, hosts)
         self._loans = Loans(name, own, gpus[0].device, ours, self._folder, lenders, is_idle, 10.0)
-        self.member: Member = member_of(core, self._group, 0, place, False, "lend")
+        self.member: Member = member_of(core, self._group, 0, place, gpus[0].device, Role(True, False), "lend")
         self._changed = threading.Condition()
         self._ended = False
         self._lenders: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap.share import Member, Place, core_of, member_of
+from kvswap.share import Member, Place, Role, core_of, member_of
 from kvswap.share._meet import check_peer
 from kvswap.share._offer import GO, READY, SECONDS, Offer, hello, unpack
 
@@ -321,7 +321,7 @@ class Loans:
         if loan.core is None or loan.offer is None or self.sleeps:
             return
         place = Place(0, 0, 0, loan.offer.path, loan.offer.generation)
-        loan.member = member_of(loan.core, loan.group, loan.offer.rank, place, True, "lend")
+        loan.member = member_of(loan.core, loan.group, loan.offer.rank, place, self._device, Role(False, True), "lend")
         loan.state, loan.said = _State.LENDING, False
 
     # -- work ---------------------------------------------------------------------------------------------------------

@@ -129,6 +129,11 @@ class Meeting:
         self._thread.start()
         _meetings.add(self)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it was closed, or is the parent's in the child of a fork."""
+        return self._stop
+
     def close(self, limit: float | None) -> None:
         """Meet no other members any more. The links stay."""
         if self._stop:

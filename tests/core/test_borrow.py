@@ -81,15 +81,17 @@ def test_half_of_the_bytes_go_over_the_other_link(
     device: kvswap.Device, lent: kvswap.Device, direction: int, together: bool
 ) -> None:
     work, sides = plain(16 * KIB, 4, 100, direction, together=together), Sides(device, 8 * MIB)
-    before, attempts = lent_bytes(lent), device.stats()["second_attempts"]
+    before, stats = lent_bytes(lent), device.stats()
     transfer = sides.run(work, path="borrow")
     assert transfer.path == "borrow"
     assert moved_by(lent, before, direction) == pytest.approx(transfer.nbytes / 2, rel=0.1)
+    name: Any = ("borrowed_bytes_d2h", "borrowed_bytes_h2d")[direction]
+    assert device.stats()[name] - stats[name] == moved_by(lent, before, direction)
     assert moved_by(lent, before, 1 - direction) == 0
     before = lent_bytes(lent)
     layered = sides.run(work, path="borrow", layer_events=True)
     assert moved_by(lent, before, direction) == pytest.approx(layered.nbytes / 2, rel=0.2)
-    assert device.stats()["second_attempts"] == attempts
+    assert device.stats()["second_attempts"] == stats["second_attempts"]
 
 
 @pytest.mark.parametrize("share", [0.25, 3])

@@ -220,7 +220,7 @@ def other(here: Here) -> Iterator[Other]:
 
 
 def test_others_bring_a_share_of_each_load_and_store(here: Here, other: Other) -> None:
-    by_others = [0, 0]
+    by_others, before = [0, 0], here.device.stats()
     for count in (BLOCKS, 1, 7, 8, 9, 100, BLOCKS, 0, 333):
         by_others[0] += here.check_load(count).by_others
         by_others[1] += here.check_store(count).by_others
@@ -230,6 +230,9 @@ def test_others_bring_a_share_of_each_load_and_store(here: Here, other: Other) -
     assert [theirs["brought_for_others_h2d"], theirs["brought_for_others_d2h"]] == by_others
     lent = other.ask("[device.stats()['lent_bytes_h2d'], device.stats()['lent_bytes_d2h']]")
     assert lent == by_others  # what monitoring reads
+    after = here.device.stats()
+    assert [after["borrowed_bytes_h2d"] - before["borrowed_bytes_h2d"], after["borrowed_bytes_d2h"] -
+            before["borrowed_bytes_d2h"]] == by_others  # fmt: skip
     assert mine["pieces_late"] == mine["answers_dropped"] == mine["links_lost"] == 0
     assert here.member.peers == (1,)
 

@@ -178,6 +178,11 @@ def check_lent(engine: Engine) -> None:
 
 
 def test_each_lends_to_the_other(here: Engine, name: str) -> None:
+    def shown(device: str) -> list[tuple[int, int]]:
+        rows = metrics.snapshot()["share"]
+        return [(row["lenders"], row["borrowers"]) for row in rows if row["device"] == device]
+
+    assert shown("host:0") == [(0, 0)]  # an engine that nothing is lent to can be seen
     other = Other(name, "other", parts=2)  # as keys and values
     try:
         lenders(here, 1)
@@ -185,6 +190,8 @@ def test_each_lends_to_the_other(here: Engine, name: str) -> None:
         until(lambda: other.ask("engine.lending.member.peers"))
         while not all(other.ask("engine.check()")):
             pass
+        until(lambda: shown("host:0") == [(1, 1)])
+        assert shown("host:1") == []
         brought = here.lending.member.stats()
         pid, registered, lends, *by_them = other.ask("engine.lent()")[0]
         assert (pid, registered, lends) == (os.getpid(), BLOCKS * ROW, True)
@@ -197,6 +204,7 @@ def test_each_lends_to_the_other(here: Engine, name: str) -> None:
     lenders(here, 0)
     assert here.check() == [0, 0]
     until(lambda: here.lending.loans == [])
+    assert shown("host:0") == [(0, 0)]
 
 
 def test_replicas_have_registered_their_memory(here: Engine, name: str) -> None:
