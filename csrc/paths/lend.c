@@ -1,9 +1,10 @@
 /* Borrowing links that other devices lend.
  *
  * A lender comes first: a transfer takes a link only if the lender has no unfinished transfer in that direction, but
- * for one that has borrowed the borrower's link in turn. No more pieces than there are slots stand on the link at a
- * time, whatever is queued, and there is a gap before each of them, in which the lender's copy engine makes what the
- * lender copies itself.
+ * for one that has borrowed the borrower's link in turn; and a store takes it only if the lender has no unfinished
+ * load, which would take a third longer beside it. No more pieces than there are slots stand on the link at a time,
+ * whatever is queued, and there is a gap before each of them, in which the lender's copy engine makes what the lender
+ * copies itself.
  *
  * Where the host's memory reaches less than all links together, a transfer borrows what is left beside the links in
  * use, and a store nothing while a load is in progress. A link in use that is lent once more adds nothing. */
@@ -57,6 +58,11 @@ bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction direction, s
     busy = atomic_load(&lane->count) != 0 && !(borrower && lends_to(borrower, lender, lane));
   }
   return busy;
+}
+
+bool kvs_lender_is_first(struct kvs_engine *lender, enum kvs_direction direction, struct kvs_engine *borrower) {
+  return kvs_lent_is_busy(lender, direction, borrower) ||
+         (direction == KVS_D2H && kvs_lent_is_busy(lender, KVS_H2D, NULL));
 }
 
 /* -- the host's sum --------------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ static bool serves(struct kvs_submission *s, struct kvs_lent_way *way) {
   bool whole = s->work->layered || s->work->codings || s->work->packed;
   way->room = kvs_slot_room(s, way->lending.slot_nbytes);
   if (whole && kvs_longest_packed(&s->work->scratch->rows) > way->room) return false;
-  if (kvs_lent_is_busy(way->lender, s->work->direction, s->engine)) return false;
+  if (kvs_lender_is_first(way->lender, s->work->direction, s->engine)) return false;
   return kvs_lent_is_over(way) || (way->lane == s->lane && !atomic_load(&way->unsettled));
 }
 

@@ -5,12 +5,15 @@
 
 #include "paths/submission.h"
 
-/* Hold the links that may serve this transfer now: s->lent. A link serves no one while its own device moves blocks in
- * that direction, or while another lane's transfer that uses it may still wait. False: none. */
+/* Hold the links that may serve this transfer now: s->lent. A link serves no one while its own device comes first
+ * (kvs_lender_is_first), or while another lane's transfer that uses it may still wait. False: none. */
 bool kvs_lent_take(struct kvs_submission *);
 /* Whether a device's own transfers in that direction are unfinished, but for those that have begun and use the link of
  * `borrower`, if it is not NULL. */
 bool kvs_lent_is_busy(struct kvs_engine *lender, enum kvs_direction, struct kvs_engine *borrower);
+/* Whether a lender's own transfers keep the borrower's off its link: those in that direction, as above, and any load
+ * keeps a store off. */
+bool kvs_lender_is_first(struct kvs_engine *lender, enum kvs_direction, struct kvs_engine *borrower);
 void kvs_lent_release(struct kvs_submission *);
 
 /* The links of the devices of this process, for the host's sum (plan/host_sum.h). kvs_link_counts: whether the device

@@ -1,6 +1,6 @@
 /* A piece crosses the link into a bounce slot of this device and goes on from there over NVLink, both on one stream, or
  * the other way round. The lender comes first: the next piece is queued only when fewer than two of others are on the
- * link and no transfer of the lender's own is unfinished in that direction. */
+ * link and no transfer of the lender's own is unfinished in that direction; for a store, no load of its own either. */
 #include "share/bring.h"
 
 #include <string.h>
@@ -245,7 +245,7 @@ static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, c
 static bool begin_if_idle(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
                           struct kvs_share_bounce *bounce) {
   struct kvs_engine *engine = share->engine;
-  bool room = bounce && !kvs_lent_is_busy(engine, (enum kvs_direction)request->direction, NULL) &&
+  bool room = bounce && !kvs_lender_is_first(engine, (enum kvs_direction)request->direction, NULL) &&
               enter_link(share, request->direction);
   if (!room && !is_closed(share)) return false;
   pthread_mutex_lock(&engine->hazard_lock); /* the pool is not closed, and unmapped, before the piece is queued */

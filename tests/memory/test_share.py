@@ -303,6 +303,28 @@ def test_one_that_lends_nothing_is_asked_nothing(name: str) -> None:
     other.end()
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_lender_that_copies_itself_brings_nothing(here: Here, other: Other, loads: bool) -> None:
+    """In the direction in which it does, and no part of a store while it loads."""
+
+    def brought(call: str) -> int:
+        return other.ask(f"[job := member.{call}(range(300), range(300)), job.wait({PATIENCE}), job.by_others][2]")
+
+    held = kvswap.Stream(here.device)
+    sides = (here.hosts, here.pools) if loads else (here.pools, here.hosts)
+    with Gate(here.device) as gate:
+        gate.hold(held)
+        own = kvswap.move_blocks(*sides, [399], [399], stream=held)
+        assert brought("store") == 0
+        if loads:
+            assert brought("load") == 0
+        else:
+            until(lambda: brought("load"))
+        gate.open()
+        own.wait(PATIENCE)
+    until(lambda: brought("store") and brought("load"))
+
+
 def test_alone_all_comes_over_the_own_link(here: Here) -> None:
     assert here.check_load(BLOCKS).by_others == here.check_store(BLOCKS).by_others == 0
     assert here.member.peers == ()
