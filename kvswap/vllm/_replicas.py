@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvswap import _C
@@ -18,9 +18,9 @@ from kvswap.identity import Said
 from kvswap.offload._layout import device_of, is_torch
 from kvswap.offload._member import Share
 from kvswap.vllm import _share
-from kvswap.vllm._handler import codec_of, falls_back, lend_of, replicas_of, share_of
+from kvswap.vllm._handler import falls_back, lend_of, replicas_of, share_of
 from kvswap.vllm._identity import identity_of
-from kvswap.vllm._memory import SlabRegion
+from kvswap.vllm._memory import SlabRegion, give_block_views
 
 _logger = logger("kvswap.vllm")
 
@@ -63,8 +63,6 @@ def _refuse_options(spec: Any) -> None:
     """ValueError: another option that does not go with it."""
     extra: Mapping[str, Any] = spec.extra_config
     leave_out = "Leave out one of the two"
-    if codec_of(extra) is not None:
-        raise _refuse(f"blocks of kvswap_codec have other bytes than those that replicas share. {leave_out}")
     if share_of(extra) is not None:
         raise _refuse(f"kvswap_share is for the ranks of one engine. {leave_out}")
     if falls_back(extra):
@@ -129,22 +127,24 @@ class ReplicaRegion(SlabRegion):
             )
         except ValueError as error:
             raise _refuse(
-                f"{replicas.name!r}: {error}. Replicas of one name have the same model, parallel sizes and "
-                "cpu_bytes_to_use"
+                f"{replicas.name!r}: {error}. Replicas of one name have the same model, parallel sizes, kvswap_codec "
+                "and cpu_bytes_to_use"
             ) from None
         self.is_pinned = self.pool.pinned
         self._index: _C._ReplicaIndex | None = replicas.join(None)
         self.number = self._index.info()["member"]
         self._rows = _rows_of(self.pool, replicas, torch)
-        self._at, self._end = replicas.rank * replicas.cell, (replicas.rank + 1) * replicas.cell
+        self._worker_offset, self._worker_area_end = replicas.rank * replicas.cell, (replicas.rank + 1) * replicas.cell
         self.rows = list
 
     def create_next_view(self, nbytes: int) -> Any:
         """The next tensor's chunks, in this rank's cell of each row."""
-        begin, self._at = self._at, self._at + nbytes
-        if self._at > self._end:
-            raise ValueError(f"a chunk of this rank has {self._end - begin} bytes left, and a tensor {nbytes}")
-        return self._rows[:, begin : self._at]
+        begin, end = self._worker_offset, self._worker_offset + nbytes
+        left = self._worker_area_end - begin
+        if nbytes > left:
+            raise ValueError(f"a chunk of this rank has {left} bytes left, and a tensor {nbytes}")
+        self._worker_offset = end
+        return self._rows[:, begin:end]
 
     create_next_worker_view = create_next_view
 
@@ -172,14 +172,19 @@ def _rows_of(pool: _C.SharedPool, replicas: Replicas, torch: bool) -> Any:
     return flat.reshape(replicas.chunks, replicas.row)
 
 
-def region_for(replicas: Replicas, options: dict[str, Any], arguments: Mapping[str, Any]) -> ReplicaRegion:
-    """For a worker that is made with these arguments. options: of its handlers, which are added to."""
+def region_for(
+    replicas: Replicas, options: dict[str, Any], pages: Sequence[int] | None, arguments: Mapping[str, Any]
+) -> ReplicaRegion:
+    """For a worker that is made with these arguments. options: of its handlers, which are added to. pages: bytes of a
+    coded block of each tensor; None: blocks are not coded."""
     first = arguments["kv_caches"].tensors[0].tensor
     region = ReplicaRegion(replicas, _C.Device(device_of(first)), is_torch(first))
     _logger.info(
         "kvswap_replicas: the host memory is that of all replicas of %r: %d chunks of %d bytes, %.2f GB",
         *(replicas.name, replicas.chunks, replicas.row, replicas.chunks * replicas.row / 1e9),
     )
+    if pages is not None:
+        give_block_views(region, pages, arguments["blocks_per_chunk"])
     if replicas.lends:
         options.update(share=region.share(replicas))
     return region

@@ -122,7 +122,7 @@ def _ours_in_place(spec: KVSwapTransfers, kv_caches: Any) -> Iterator[list[Any]]
     if spec.steps is not None:
         steps = spec.steps
         shared = lambda region: options.update(lend=_lend.describe(spec, region, steps))  # noqa: E731
-    own = None if spec.replicas is None else partial(region_for, spec.replicas, options)
+    own = None if spec.replicas is None else partial(region_for, spec.replicas, options, pages)
     made: list[Any] = []
     regions: list[SlabRegion] = []
 

@@ -82,7 +82,6 @@ def test_engines_of_one_name_have_one_pool_and_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("extra", "more", "why"),
     [
-        ({"kvswap_codec": "exact"}, {}, "blocks of kvswap_codec have other bytes"),
         ({"kvswap_share": True}, {}, "kvswap_share is for the ranks of one engine"),
         ({"kvswap_lend": True}, {"ranks": 2}, "with kvswap_lend an engine has one rank, and this one has 2"),
         ({"kvswap_fallback": True}, {}, "with kvswap_fallback vLLM's own transfers may stay"),
@@ -142,9 +141,10 @@ def test_blocks_of_which_the_meaning_is_not_known_are_not_shared(
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
-def region(name: str, **kwargs: Any) -> Any:
+def region(name: str, pages: list[int] | None = None, blocks: int = 1, **kwargs: Any) -> Any:
     tensor = SimpleNamespace(tensor=np.zeros(16, np.int8))
-    return _replicas.region_for(replicas(name, **kwargs), {}, {"kv_caches": SimpleNamespace(tensors=[tensor])})
+    arguments = {"kv_caches": SimpleNamespace(tensors=[tensor]), "blocks_per_chunk": blocks}
+    return _replicas.region_for(replicas(name, **kwargs), {}, pages, arguments)
 
 
 def test_each_rank_of_each_replica_has_its_cell_of_the_same_rows(name: str) -> None:
@@ -166,6 +166,19 @@ def test_each_rank_of_each_replica_has_its_cell_of_the_same_rows(name: str) -> N
         full.create_next_view(1)
 
 
+def test_coded_blocks_of_a_chunk_lie_one_behind_the_other(name: str) -> None:
+    """In the cell of their rank, with what is left of it behind each."""
+    made = region(name, [256, 768], 2, ranks=2, rank=1)
+    first, second = (made.create_next_worker_view(1 << 20) for _ in range(2))  # asked for as on the GPU
+    assert (first.shape, second.shape) == ((CHUNKS, 2, 256), (CHUNKS, 2, 768))
+    row, block, begin = ROW, ROW // 4, first.ctypes.data
+    assert first.strides == second.strides == (row, block, 1) and second.ctypes.data == begin + 256
+    flat = np.frombuffer(made.pool, np.int8)
+    assert begin == flat.ctypes.data + ROW // 2
+    with pytest.raises(ValueError, match="a block has 4096 bytes, and a cell of the region 2048 for it"):
+        region(name, [4096], 2, number=1, ranks=2)
+
+
 def test_a_pool_of_another_size_is_refused(name: str) -> None:
     first = region(name)
     shown = [pool for pool in info.collect().replicas if pool.name == name]
@@ -177,7 +190,7 @@ def test_a_pool_of_another_size_is_refused(name: str) -> None:
         other = _replicas.of(spec)
     tensor = SimpleNamespace(tensor=np.zeros(16, np.int8))
     with pytest.raises(ValueError, match=r"kvswap_replicas: .*num_blocks is 8, and 9 was asked for.*cpu_bytes_to_use"):
-        _replicas.region_for(other, {}, {"kv_caches": SimpleNamespace(tensors=[tensor])})
+        _replicas.region_for(other, {}, None, {"kv_caches": SimpleNamespace(tensors=[tensor])})
     first.cleanup()
     first.cleanup()
 

@@ -48,6 +48,7 @@ package;0.26.0 0.33.0;
 ranks;0.26.0 0.33.0;$ranks
 ranks-sleep;0.26.0 0.33.0;--sleep $ranks
 replicas;0.30.0 0.33.0;--replicas
+replicas-codec;0.33.0;--replicas --codec exact --ranks 2
 replicas-lend;0.33.0;--replicas --lend
 replicas-ranks;0.33.0;--replicas --ranks 2
 simple;0.26.0 0.33.0;--simple

@@ -754,7 +754,8 @@ def main() -> int:
         assert first["handlers"], "vLLM's own handlers are in use"
         say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))
         if not OPTIONS.simple:  # which allocates a tensor a layer
-            padded = OPTIONS.codec and OPTIONS.ranks > 1  # behind each block, to a page of all blocks of a chunk
+            common = OPTIONS.ranks > 1 or OPTIONS.replicas
+            padded = OPTIONS.codec and common  # behind each block, to a page of all blocks of a chunk
             assert first["runs"] == (OPTIONS.blocks_per_chunk if padded else 1), (
                 f"a chunk is {first['runs']} runs on the host"
             )

@@ -25,6 +25,7 @@ from typing import Any
 TOKENS = 16
 BEGUN = "it stores"
 LIMIT = 60.0
+UNFIT = 999  # vllm_worker.UNFIT, which imports this
 
 
 def store_for_ever(engine: Any, prompt: Callable[[int, int], list[int]]) -> None:
@@ -66,6 +67,9 @@ def scenario(
 
     both_at_once(engines, prompt, whole, say)
     other_meaning(another, folder, say)
+    if options.codec:
+        other_codec(another, options, say)
+        unfit(engines, options, prompt, chunk, say)
     faults(engines, options, prompt, chunk, say)
     resets(engines, prompt, whole, say)
     killed(engines, options, index, say)
@@ -107,6 +111,33 @@ def other_meaning(another: Any, folder: Path, say: Any) -> None:
         say(f"another model is refused: {error}")
         return
     raise AssertionError("an engine of another model has joined")
+
+
+def other_codec(another: Any, options: argparse.Namespace, say: Any) -> None:
+    """Another codec, or none: an engine whose blocks would be read wrong."""
+    codec, keep = options.codec, options.keep
+    for options.codec, options.keep in ((None, []), (codec, [1])):
+        try:
+            another(2)
+        except ValueError as error:
+            say(f"another codec is refused: {error}")
+            continue
+        raise AssertionError("an engine with another codec has joined")
+    options.codec, options.keep = codec, keep
+
+
+def unfit(engines: Any, options: argparse.Namespace, prompt: Any, chunk: int, say: Any) -> None:
+    """A block that does not fit on rank 1 is no hit of any engine."""
+    if options.ranks == 1:
+        return
+    engine, other = engines
+    tokens = prompt(26, 13)
+    tokens[2 * chunk + TOKENS - 1] = UNFIT
+    engine.again(tokens)
+    assert other.again(tokens) == 2 * chunk and engine.again(tokens) == 2 * chunk
+    counts = [one.stats("not_stored") for one in engines], [one.stats("failed") for one in engines]
+    assert counts == ([2, 1], [0, 0]), counts
+    say(f"of a prompt with a block that does not fit, {2 * chunk} tokens are hits of both engines")
 
 
 def faults(engines: Any, options: argparse.Namespace, prompt: Any, chunk: int, say: Any) -> None:

@@ -592,9 +592,12 @@ class Worker:
         return 1 + sum(after[0] != before[1] for before, after in pairwise(pieces))
 
     def fault(self, action: str | None, nth: int = 1, every: int = 0) -> None:
-        """The nth copy from now on fails, or is left out, and each every-th after it; None: no more."""
+        """The nth copy from now on fails, or is left out, and each every-th after it; None: no more. Where blocks are
+        coded, all kernels fail: another path repeats what one refuses."""
         if action is None:
             self.faults.close()
+        elif self.options.codec:
+            self.faults.enter_context(testing.fault(self.device, "call", action, operation="launch", every=1))
         else:
             self.faults.enter_context(testing.fault(self.device, "copy", action, nth=nth, every=every))
 
