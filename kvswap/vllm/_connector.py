@@ -32,7 +32,7 @@ import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
 from kvswap.vllm import _block_first, _codec, _finished, _share, _windows
-from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_back, overlap_of
+from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_back, lend_of, overlap_of, share_of
 
 if TYPE_CHECKING:
     from kvswap.share._lend import Lending
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvswap.vllm._lend import Steps
     from kvswap.vllm._outcomes import Outcomes
     from kvswap.vllm._overlap import Overlap
+    from kvswap.vllm._own_stats import LinkStats
     from kvswap.vllm._replica_manager import ReplicaManager
 
 _logger = logger("kvswap.vllm")
@@ -212,6 +213,15 @@ def _outcomes_of(scheduler: Any) -> Outcomes | None:
     return _outcomes.make(scheduler)
 
 
+def _links_of(device: Any) -> LinkStats | None:
+    """None: this vLLM's statistics are not known."""
+    try:
+        from kvswap.vllm import _own_stats
+    except ImportError:
+        return None
+    return _own_stats.links_of(device)
+
+
 def _handle_failures(kind: type) -> None:
     try:
         from kvswap.vllm import _failures
@@ -247,6 +257,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._fallback = falls_back(extra_config)
+        self._shares_links = lend_of(extra_config) is not None or share_of(extra_config) is not None
         _choose_spec(extra_config)
         settings = overlap_of(extra_config)
         reason = _why_no_overlap(vllm_config, kv_cache_config) if settings.on else None
@@ -274,6 +285,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._sees_beginnings = False  # worker: it is called before all work of a step
         self._watch: _Watch | None = None
         self._steps: Steps | None = None  # worker: with kvswap_lend
+        self._links: LinkStats | None = None  # worker: with kvswap_lend or kvswap_share
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
@@ -323,14 +335,23 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, with what became of loaded blocks (_outcomes.py)."""
+        """As vLLM's, with kvswap's own (_own_stats.py)."""
         metrics = super().build_prom_metrics(*args, **kwargs)
         try:
-            from kvswap.vllm import _outcomes
+            from kvswap.vllm import _own_stats
         except ImportError:
             return metrics
-        _outcomes.describe(metrics)
+        vllm_config = args[0] if args else kwargs["vllm_config"]
+        _own_stats.describe(metrics, vllm_config.kv_transfer_config.kv_connector_extra_config)
         return metrics
+
+    def get_kv_connector_stats(self) -> Any:
+        """As vLLM's; those of a worker that shares links, with what these carried."""
+        theirs = super().get_kv_connector_stats()
+        ours = self._links.take() if self._links is not None else None
+        if theirs is None or ours is None:
+            return theirs if ours is None else ours
+        return theirs.aggregate(ours)
 
     def _say_how_blocks_lie(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """0.26, second runner. The first runner and releases with layouts log it themselves."""
@@ -357,6 +378,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             self._refuse(worker)
         self._watch = self.connector_worker.worker = _Watch(worker)
         self._steps = getattr(self.connector_worker.spec, "steps", None)
+        if self._shares_links and self._watch.handlers:
+            self._links = _links_of(self._watch.handlers[0].device)
         if self._overlaps and _handlers_of(worker):
             from kvswap.vllm import _overlap
             from kvswap.vllm._layers import StepLoads

@@ -18,29 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata
-
-_BLOCKS = "kvswap_loaded_blocks"
-_USED, _FAILED, _ABORTED = "used", "failed", "aborted"
-_HELP = (
-    "GPU blocks that were loaded from the host, by what became of them: "
-    f"{_USED} (a step of the model had them), {_FAILED}, {_ABORTED} (the request ended before a step had it)."
-)
-
-
-def _is_known() -> bool:
-    """Whether the metric can be described to vLLM's frontend, which refuses to count what it does not know."""
-    kept = {"_offloading_metric_metadata", "_offloading_metric_defs", "_create_metric"}
-    return kept <= set(OffloadPromMetrics.__init__.__code__.co_names)
-
-
-def describe(metrics: Any) -> None:
-    """Add the metric to those of vLLM's frontend. metrics: what vLLM's build_prom_metrics() has made."""
-    if _is_known():
-        about = OffloadingCounterMetadata(_HELP, ("what",))
-        metrics._offloading_metric_metadata[_BLOCKS] = about
-        metrics._offloading_metric_defs[_BLOCKS] = metrics._create_metric(_BLOCKS, about)
+from kvswap.vllm._own_stats import ABORTED, FAILED, LOADED, USED, is_known
 
 
 @dataclass
@@ -70,24 +48,24 @@ class Outcomes:
         unfinished = self._scheduler._jobs
         for job_id, load in [*self.loads.items()]:
             if load.ran and job_id not in unfinished:
-                self._settle(job_id, _USED)
+                self._settle(job_id, USED)
 
     def failed(self, requests: Collection[str]) -> None:
         """What was loaded for these requests is not used."""
         for job_id, load in [*self.loads.items()]:
             if load.request in requests:
-                self._settle(job_id, _FAILED)
+                self._settle(job_id, FAILED)
 
     def ended(self, request: Any) -> None:
         """A request has finished. If a step had it, its load may be unfinished still."""
         for job_id, load in [*self.loads.items()]:
             if load.request == request.request_id and not load.ran:
-                self._settle(job_id, _FAILED if request.status.name == "FINISHED_ERROR" else _ABORTED)
+                self._settle(job_id, FAILED if request.status.name == "FINISHED_ERROR" else ABORTED)
 
     def _settle(self, job_id: int, what: str) -> None:
-        self._scheduler._connector_stats.increase_counter(_BLOCKS, self.loads.pop(job_id).blocks, (what,))
+        self._scheduler._connector_stats.increase_counter(LOADED, self.loads.pop(job_id).blocks, (what,))
 
 
 def make(theirs: Any) -> Outcomes | None:
     """None: this vLLM's statistics are not known."""
-    return Outcomes(theirs) if hasattr(theirs, "_connector_stats") and _is_known() else None
+    return Outcomes(theirs) if hasattr(theirs, "_connector_stats") and is_known() else None

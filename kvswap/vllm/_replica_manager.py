@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from kvswap import _C
 from kvswap._log import logger
+from kvswap.vllm._own_stats import EVERY, REPLICA_CHUNKS, REPLICA_ENGINES, is_known
 
 _logger = logger("kvswap.vllm")
 
@@ -45,6 +46,9 @@ class ReplicaManager(OffloadingManager):  # type: ignore[misc]
         self.unfinished: Callable[[], Mapping[int, Any]] = dict  # vLLM's jobs, with their status
         self._said = -_SAY_EVERY
         self.loads = {"own": 0, "others": 0}  # chunks, by the replica that stored them
+        self._told = dict(self.loads)  # to vLLM's statistics
+        self._tells = is_known()
+        self._look_at = 0.0  # when the number of engines is read again
         self._foreign: set[int] = set()  # slots of _looked_up
 
     # -- the lock of the index --
@@ -195,7 +199,21 @@ class ReplicaManager(OffloadingManager):  # type: ignore[misc]
         reads, writes = len(self._reading) + len(self._left[0]), len(self._writing) + len(self._left[1])
         for name, count in zip(_GAUGES, (reads + writes, writes, reads), strict=True):
             stats.set_gauge(getattr(CPUOffloadingMetrics, name), count / self._chunks)
+        if self._tells:
+            self._tell_of_replicas(stats)
         return stats
+
+    def _tell_of_replicas(self, stats: Any) -> None:
+        for stored_by, count in self.loads.items():
+            if count > self._told[stored_by]:
+                stats.increase_counter(REPLICA_CHUNKS, count - self._told[stored_by], (stored_by,))
+        self._told = dict(self.loads)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + EVERY
+            try:
+                stats.set_gauge(REPLICA_ENGINES, self._index.info()["members"])
+            except TimeoutError as error:
+                self._late(error)
 
     def config_info(self) -> Sequence[Any]:
         """As vLLM's (0.33)."""

@@ -28,6 +28,9 @@ class OffloadingConnectorStats:
     def __init__(self) -> None:
         self.counts = Counter()
 
+    def is_empty(self) -> bool:
+        return not self.counts
+
     def increase_counter(self, name: str, more: int, labelvalues: tuple[str, ...] = ()) -> None:
         self.counts[(name, *labelvalues)] += more
 
@@ -96,8 +99,12 @@ class OffloadingConnector:
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         return self.request_finished(request, block_ids)
 
+    def get_kv_connector_stats(self) -> Any:
+        return None
+
     @classmethod
-    def build_prom_metrics(cls) -> Any:
+    def build_prom_metrics(cls, vllm_config: Any) -> Any:
+        del vllm_config
         return sys.modules[f"{V1}.offloading.metrics"].OffloadPromMetrics()
 
 
@@ -152,7 +159,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm": {"__version__": "0.0"},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
-        "vllm.v1.kv_offload.base": {"OffloadingCounterMetadata": OffloadingCounterMetadata},
+        "vllm.v1.kv_offload.base": {
+            "OffloadingCounterMetadata": OffloadingCounterMetadata,
+            "OffloadingGaugeMetadata": OffloadingCounterMetadata,
+        },
         f"{V1}.base": {"KVConnectorRole": SimpleNamespace(SCHEDULER="scheduler", WORKER="worker")},
         f"{V1}.offloading": {},
         f"{V1}.offloading.common": {"OffloadingWorkerMetadata": OffloadingWorkerMetadata},
@@ -167,7 +177,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Side, "stats", "there", raising=False)
-    ours = ("_connector", "_outcomes")
+    ours = ("_connector", "_outcomes", "_own_stats")
     for name in ours:
         monkeypatch.delitem(sys.modules, f"kvswap.vllm.{name}", raising=False)
         monkeypatch.delattr(kvswap.vllm, name, raising=False)
@@ -180,13 +190,16 @@ def kind_of() -> Any:
     return importlib.import_module("kvswap.vllm._connector").KVSwapConnector
 
 
-def make() -> Engine:
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+def config_of(**extra_config: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra_config),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         cache_config=SimpleNamespace(kv_cache_layout="BLHNC"),
     )
-    return Engine(kind_of()(config, "scheduler", SimpleNamespace(kv_cache_groups=[None])))
+
+
+def make() -> Engine:
+    return Engine(kind_of()(config_of(), "scheduler", SimpleNamespace(kv_cache_groups=[None])))
 
 
 @pytest.fixture
@@ -361,13 +374,45 @@ def test_a_release_without_such_statistics(vllm: Any, monkeypatch: pytest.Monkey
     engine.report(job)
     engine.end("a")
     if lacks == "describing":
-        assert vars(type(engine.made).build_prom_metrics()) == {"metrics": {}}
+        assert vars(type(engine.made).build_prom_metrics(config_of())) == {"metrics": {}}
 
 
 def test_vllms_frontend_knows_the_metric(vllm: Any) -> None:
-    metrics = kind_of().build_prom_metrics()
+    metrics = kind_of().build_prom_metrics(config_of())
     assert [*metrics._offloading_metric_metadata] == [*metrics._offloading_metric_defs]
     assert [*metrics._offloading_metric_metadata] == ["vllm:theirs", "kvswap_loaded_blocks"]
     assert metrics._offloading_metric_defs["kvswap_loaded_blocks"].startswith(
         "kvswap_loaded_blocks['what']: GPU blocks"
     )
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "more"),
+    [
+        ({"kvswap_lend": True}, {"kvswap_shared_link_bytes"}),
+        ({"kvswap_share": True}, {"kvswap_shared_link_bytes"}),
+        ({"kvswap_replicas": "kv"}, {"kvswap_replica_loaded_chunks", "kvswap_replica_engines"}),
+    ],
+)
+def test_vllms_frontend_knows_the_metrics_of_what_is_configured(
+    vllm: Any, extra_config: dict[str, Any], more: set[str]
+) -> None:
+    metrics = kind_of().build_prom_metrics(config_of(**extra_config))
+    assert metrics._offloading_metric_metadata.keys() == {"vllm:theirs", "kvswap_loaded_blocks", *more}
+
+
+def test_what_links_carried_for_and_by_other_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker: in vLLM's statistics as differences, once a second."""
+    own_stats = importlib.import_module("kvswap.vllm._own_stats")
+    carried = dict.fromkeys(("lent_bytes_d2h", "lent_bytes_h2d", "borrowed_bytes_d2h", "borrowed_bytes_h2d"), 7)
+    engine.made._links = own_stats.links_of(SimpleNamespace(stats=lambda: dict(carried)))
+    assert engine.made.get_kv_connector_stats() is None
+    carried["borrowed_bytes_h2d"] += 4096
+    carried["lent_bytes_d2h"] += 100
+    assert engine.made.get_kv_connector_stats() is None  # within the same second
+    engine.made._links._next = 0.0
+    name = "kvswap_shared_link_bytes"
+    found = {(name, "borrowed", "h2d"): 4096, (name, "lent", "d2h"): 100}
+    assert engine.made.get_kv_connector_stats().counts == found
+    engine.made._links._next = 0.0
+    assert engine.made.get_kv_connector_stats() is None

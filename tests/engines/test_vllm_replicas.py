@@ -212,6 +212,18 @@ class PrepareStoreOutput:
 class Gauges(dict):
     set_gauge = dict.__setitem__
 
+    def increase_counter(self, name: str, more: int, labels: tuple[str, ...]) -> None:
+        key = (name, *labels)
+        self[key] = self.get(key, 0) + more
+
+
+class OffloadPromMetrics:
+    def __init__(self) -> None:
+        self._offloading_metric_metadata = self._offloading_metric_defs = {}
+        self._create_metric("")
+
+    def _create_metric(self, name: str) -> None: ...
+
 
 @pytest.fixture
 def manager_of(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -220,6 +232,8 @@ def manager_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules = {
         "vllm.v1.kv_offload.base": {
             "LookupResult": LookupResult,
+            "OffloadingCounterMetadata": object,
+            "OffloadingGaugeMetadata": object,
             "OffloadingManager": object,
             "PrepareStoreOutput": PrepareStoreOutput,
             "RequestOffloadingContext": object,
@@ -228,7 +242,10 @@ def manager_of(monkeypatch: pytest.MonkeyPatch) -> Any:
             "CPULoadStoreSpec": lambda slots: SimpleNamespace(block_ids=list(slots)),
             "CPUOffloadingMetrics": SimpleNamespace(**gauges),
         },
-        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {"OffloadingConnectorStats": Gauges},
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {
+            "OffloadingConnectorStats": Gauges,
+            "OffloadPromMetrics": OffloadPromMetrics,
+        },
     }
     for full, names in modules.items():
         parts = full.split(".")
@@ -237,9 +254,12 @@ def manager_of(monkeypatch: pytest.MonkeyPatch) -> Any:
             if at not in sys.modules:
                 monkeypatch.setitem(sys.modules, at, ModuleType(at))
         vars(sys.modules[full]).update(names)
-    monkeypatch.delitem(sys.modules, "kvswap.vllm._replica_manager", raising=False)
-    module = importlib.import_module("kvswap.vllm._replica_manager")
-    monkeypatch.delitem(sys.modules, "kvswap.vllm._replica_manager")
+    ours = ("kvswap.vllm._replica_manager", "kvswap.vllm._own_stats")
+    for full in ours:
+        monkeypatch.delitem(sys.modules, full, raising=False)
+    module = importlib.import_module(ours[0])
+    for full in ours:
+        monkeypatch.delitem(sys.modules, full)
 
     def make(name: str, number: int) -> Any:
         return module.ReplicaManager(replicas(name, number).join("same"), CHUNKS)
@@ -273,6 +293,10 @@ def test_what_one_replica_stored_is_loaded_by_another(manager_of: Any, name: str
     load = two.prepare_load([b"x", long], None)
     assert load.block_ids == output.store_spec.block_ids
     assert two.loads == {"own": 0, "others": 2}
+    stats = two.get_stats()
+    assert stats["kvswap_replica_loaded_chunks", "others"] == 2 and stats["kvswap_replica_engines"] == 2
+    assert ("kvswap_replica_loaded_chunks", "own") not in stats
+    assert "kvswap_replica_loaded_chunks" not in str(two.get_stats())  # only what came since
     two.on_schedule_end(None)
     assert two._index.info()["pinned"] == 3  # both, and "y"
     two.complete_load([b"x", long], None)
@@ -316,7 +340,7 @@ def test_after_a_reset_slots_are_held_until_their_jobs_have_ended(manager_of: An
     one.unfinished = dict
     assert hits(one, b"read", b"write") == [MISS, MISS] and one._index.info()["pinned"] == 2
     stats = one.get_stats()
-    assert stats == {"": 2 / CHUNKS, "WRITE_": 1 / CHUNKS, "READ_": 1 / CHUNKS}
+    assert [stats[name] for name in ("", "WRITE_", "READ_")] == [2 / CHUNKS, 1 / CHUNKS, 1 / CHUNKS]
     store(one, b"write")  # the same key again, beside the copy that is under way
     one.reported({5: 1, 6: 1, 7: 1})
     assert one._index.info()["pinned"] == 2

@@ -502,6 +502,8 @@ def hybrid_faults(engine: Engine, device: kvswap.Device) -> None:
 
 def in_vllms_metrics(engine: Engine) -> None:
     """What became of all blocks that were loaded, through vLLM's own metrics for Prometheus and its log."""
+    time.sleep(1.0)
+    engine.step()  # tells of the last second
     counts = engine.outcomes()
     pending = sum(load.blocks for load in engine.scheduler.connector._outcomes.loads.values())
     assert sum(counts.values()) + pending == engine.loaded > 0, (counts, pending, engine.loaded)
@@ -513,6 +515,8 @@ def in_vllms_metrics(engine: Engine) -> None:
     for what, count in counts.items():
         labels = {"engine": "0", "what": what}
         assert REGISTRY.get_sample_value("kvswap_loaded_blocks_total", labels) == count
+    if OPTIONS.lend or OPTIONS.replicas:
+        vllm_replicas.in_vllms_metrics(engine, OPTIONS, REGISTRY.get_sample_value, say)
     lines: list[str] = []
     log.log(lambda text, *values: lines.append(text % values))
     assert "kvswap_loaded_blocks" in lines[0]

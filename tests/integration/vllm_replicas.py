@@ -84,6 +84,25 @@ def scenario(
     assert engine.again(second) in (0, whole) and index.info()["members"] == 1
 
 
+def in_vllms_metrics(engine: Any, options: argparse.Namespace, value: Callable[..., Any], say: Any) -> None:
+    """What vLLM's frontend shows of links and of replicas. value: of a metric with labels."""
+    if options.lend:
+        stats, carried = engine.workers.call("shared"), {}
+        for way in ("d2h", "h2d"):
+            mine = sum(one[f"brought_by_others_{way}"] for one in stats)
+            labels = {"engine": "0", "what": "borrowed", "direction": way}
+            carried[way] = value("kvswap_shared_link_bytes_total", labels) or 0
+            both = options.replicas  # engines of this process have one device
+            assert carried[way] == mine or (both and carried[way] > mine), (way, carried, mine)
+        assert carried["h2d"] > 0
+        say(f"vLLM's metrics say how much came over other links: {carried}")
+    if options.replicas:
+        loads = engine.scheduler.connector.connector_scheduler.manager.loads
+        shown = {who: value("kvswap_replica_loaded_chunks_total", {"engine": "0", "stored_by": who}) for who in loads}
+        assert shown == loads and value("kvswap_replica_engines", {"engine": "0"}) == 1, (shown, loads)
+        say(f"vLLM's metrics say who stored the loaded chunks: {shown}")
+
+
 def both_at_once(engines: Any, prompt: Any, whole: int, say: Any) -> None:
     """Both compute the same prompt: one of them stores a block, or the other waits for it."""
     tokens = prompt(22, 13)

@@ -538,6 +538,7 @@ class Worker:
             if block not in output.invalid_block_ids and not (self.options.overlap or self.options.async_scheduling):
                 raise AssertionError(what)
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        output.kv_connector_stats = self.connector.get_kv_connector_stats()
         self.connector.clear_connector_metadata()
         return output
 
