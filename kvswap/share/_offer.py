@@ -23,17 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from kvswap import _C
 from kvswap._log import logger
-from kvswap._top_socket import start_time
+from kvswap._top_socket import peer_of, start_time
 from kvswap.share._meet import check_peer
 
 _logger = logger("kvswap.share")
 
-HELLO = struct.Struct("<8sq20s")  # magic, pid, start time
-MAGIC = b"kvslend2"
+HELLO = struct.Struct("<40sq20s")  # magic and build, pid, start time
+MAGIC = f"kvslend2{_C._sources}".encode()  # members of other builds make no links: nothing is registered for them
 READY, GO = b"ready", b"go"
 SECONDS = 10.0  # for the next message; and until the owner is idle
-_OFFER = struct.Struct("<8sIIq11Q128s")
+_OFFER = struct.Struct("<40sIIq11Q128s")
 _MOST_PARTS = 8
 _SHORT_PAUSE = 1.0  # where no connection can be accepted
 
@@ -79,8 +80,8 @@ class Offer(NamedTuple):
 
 def unpack(message: bytes) -> Offer:
     """ValueError: it is no offer."""
-    if len(message) != _OFFER.size or message[:8] != MAGIC:
-        raise ValueError(f"its offer of {len(message)} bytes is not known: use one version of kvswap")
+    if len(message) != _OFFER.size or message[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"its offer of {len(message)} bytes is not of this build of kvswap: all engines need the same")
     _, *numbers, path = _OFFER.unpack(message)
     offer = Offer._make([*numbers, path.rstrip(b"\0").decode()])
     if not (1 <= offer.rank <= 15 and offer.is_possible):
@@ -109,6 +110,7 @@ class Offering:
         self._listening, self._offer, self._fd, self._most, self._is_idle = listening, offer, fd, most, is_idle
         self._clients: list[_Client] = []
         self._accept_after = 0.0
+        self._said: set[int] = set()  # pids
 
     def sockets(self) -> list[socket.socket]:
         """What is polled for input."""
@@ -177,13 +179,24 @@ class Offering:
         return True
 
     def _greet(self, client: _Client, message: bytes) -> bool:
+        if len(message) != HELLO.size or message[: len(MAGIC)] != MAGIC:
+            self._say_another_build(client, message)
+            return False
         taken = {each.rank for each in self._clients}
         free = [rank for rank in range(1, self._most + 1) if rank not in taken]
-        if not free or len(message) != HELLO.size or message[:8] != MAGIC:
+        if not free:
             return False
         client.rank, client.pid = free[0], HELLO.unpack(message)[1]
         socket.send_fds(client.connection, [self._offer._replace(rank=client.rank).pack()], [self._fd])
         return True
+
+    def _say_another_build(self, client: _Client, message: bytes) -> None:
+        """Once for a process, which asks again."""
+        pid, _ = peer_of(client.connection)
+        if message and pid not in self._said:  # without a message it only looked whether the socket is taken
+            self._said.add(pid)
+            text = "the host memory is not offered to process %d: it has another build of kvswap, and all need the same"
+            _logger.warning(text, pid)
 
     def close(self, path: Path | None) -> None:
         """path: of the socket; None: it stays, in the child of a fork."""

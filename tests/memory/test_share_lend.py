@@ -58,9 +58,12 @@ class Engine:
         idle: bool = True,
         file: str = "",
         parts: int = 1,
+        build: str = "",
         **options: Any,
     ) -> None:
         _lend._LOOK = LOOK
+        if build:
+            _offer.MAGIC, _loan._AGAIN = f"kvslend2{build}".encode(), LOOK
         self.device, self.idle = kvswap.Device(device), idle
         path = file or f"/dev/shm/kvswap-test-{os.getpid()}-{next(names)}"
         self.fd = os.open(path, os.O_RDWR if file else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -384,7 +387,7 @@ def an_offer(fd: int, **changed: Any) -> bytes:
         ({"rank": 0}, "its offer has numbers that no memory has"),
         ({"parts": 2, "part_stride": 4 * ROW + 1}, "its offer has numbers that no memory has"),
         ({"begin": 100, "num_blocks": 3}, "its rows begin at 100, and not on a page"),
-        (None, "its offer of 3 bytes is not known"),
+        (None, "its offer of 3 bytes is not of this build of kvswap"),
         ("no descriptor", "0 descriptors came with its offer"),
         ("a pipe", "its host memory is no file of this user"),
     ],
@@ -431,6 +434,18 @@ def test_another_user_is_refused_on_both_sides(
             connection.send(_offer.hello())
             assert connection.recv(1000) == b""
     until(lambda: "the host memory is not offered to a process" in caplog.text)
+
+
+def test_another_build_registers_nothing(here: Engine, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The owner says so once, although the other one asks again."""
+    other = Other(name, "other", build="0" * 32)
+    try:
+        until(lambda: f"not offered to process {other.popen.pid}: it has another build of kvswap" in caplog.text)
+        time.sleep(5 * LOOK)
+        assert caplog.text.count("it has another build of kvswap") == 1
+        assert other.ask("engine.lent()") == [] and here.lending.loans == []
+    finally:
+        assert other.end() == 0
 
 
 def test_wrong_arguments_are_named(name: str) -> None:
