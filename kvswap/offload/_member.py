@@ -30,6 +30,7 @@ class Share(NamedTuple):
     share_wait: float = 0.002
     stall: float = 0.02
     piece_nbytes: int = 4 << 20  # of replicas
+    cells: bool = False  # of replicas: the rows have blocks of other ranks too
 
 
 class MemberLayout(NamedTuple):

@@ -58,9 +58,10 @@ class ReplicaMap(LinksMap):
     """The methods of kvswap._C.OffloadMap."""
 
     def __init__(self, layout: ReplicaLayout, device: _C.Device, hold: object) -> None:
-        share, first = layout.share, layout.member.cpus[0]
-        begin = min(cpu.ptr for cpu in layout.member.cpus)
-        place = Place(begin, first.stride, first.chunks, share.path, share.generation, True)
+        share, cpus = layout.share, layout.member.cpus
+        begin, stride = min(cpu.ptr for cpu in cpus), cpus[0].stride
+        block = max(cpu.ptr + cpu.page for cpu in cpus) - begin if share.cells else stride
+        place = Place(begin, block, cpus[0].chunks, share.path, share.generation, True, stride)
         ways = open_both(layout.plain, layout.member, device, hold)
         member = join_at(
             share.group, share.rank, place, ways.gpus, ways.hosts, stall=share.stall, piece_nbytes=share.piece_nbytes

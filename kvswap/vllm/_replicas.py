@@ -46,8 +46,9 @@ class Replicas(NamedTuple):
     chunks: int
     row: int  # bytes of a chunk of all ranks
     cell: int  # bytes of a chunk of one rank
+    ranks: int  # that have cells
     rank: int  # whose cell
-    lends: bool  # kvswap_lend: each other's loads
+    group: str | None  # kvswap_lend: of the members that lend each other their links: one rank of each replica
 
     def join(self, identity: str | None) -> _C._ReplicaIndex:
         """Join. identity: of a scheduler; None: a worker. ValueError, kvswap.Error: it cannot, and why."""
@@ -100,11 +101,16 @@ def of(spec: Any) -> Replicas | None:
     if len(engine.encode()) > _MEMBER_NBYTES:
         engine = hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
     cell = spec.cpu_page_size_per_worker
-    rank = 0 if spec.replicated_layout else config.parallel.rank
-    lends = lend_of(spec.extra_config) is not None
-    if lends and config.parallel.world_size > 1:
-        raise _refuse(f"with kvswap_lend an engine has one rank, and this one has {config.parallel.world_size}")
-    return Replicas(name, segment_of(name), engine, spec.num_chunks, spec.kv_bytes_per_chunk, cell, rank, lends)
+    ranks, rank = (1, 0) if spec.replicated_layout else (config.parallel.world_size, config.parallel.rank)
+    group = _group_of(name, config.parallel) if lend_of(spec.extra_config) is not None else None
+    row = spec.kv_bytes_per_chunk
+    return Replicas(name, segment_of(name), engine, spec.num_chunks, row, cell, ranks, rank, group)
+
+
+def _group_of(name: str, parallel: Any) -> str:
+    """Ranks of one engine load at the same times, and are in groups of their own: a rank of each engine. No name of
+    replicas gives two of them the same group."""
+    return f"replicas-{name}" if parallel.world_size == 1 else f"rank{parallel.rank}-{name}"
 
 
 # -- worker -----------------------------------------------------------------------------------------------------------
@@ -155,9 +161,9 @@ class ReplicaRegion(SlabRegion):
             index.close()
         self._rows = None
 
-    def share(self, replicas: Replicas) -> Share:
+    def share(self, replicas: Replicas, group: str) -> Share:
         """This worker among those that lend their links. ranks 0: their loads are their own."""
-        return Share(f"replicas-{replicas.name}", self.number, 0, self.pool.path, self.pool.generation)
+        return Share(group, self.number, 0, self.pool.path, self.pool.generation, cells=replicas.ranks > 1)
 
 
 def _rows_of(pool: _C.SharedPool, replicas: Replicas, torch: bool) -> Any:
@@ -185,8 +191,8 @@ def region_for(
     )
     if pages is not None:
         give_block_views(region, pages, arguments["blocks_per_chunk"])
-    if replicas.lends:
-        options.update(share=region.share(replicas))
+    if replicas.group is not None:
+        options.update(share=region.share(replicas, replicas.group))
     return region
 
 

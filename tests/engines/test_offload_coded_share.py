@@ -56,13 +56,17 @@ def bf16(shape: tuple[int, ...], seed: int) -> Any:
 class Rank:
     """The handlers of one rank, over a cache of its own."""
 
-    def __init__(self, group: str, rank: int, path: str, factor: int = 1) -> None:
+    def __init__(self, group: str, rank: int, path: str, factor: int = 1, cell: int | None = None) -> None:
+        """cell: of a replica whose rows have two cells."""
         self.factor, self.device = factor, kvswap.Device(f"host:{rank}")
-        self.region = Region(path, self.device, ROW, factor)
+        self.region = Region(path, self.device, ROW if cell is None else 2 * ROW, factor)
+        self.region.at = ROW * (cell or 0)
         self.gpu = [np.zeros((BLOCKS, page), np.int8) for page in PAGES]
         self.cpu = [self.region.create_next_worker_view(factor * coding.coded_nbytes) for coding in CODINGS]
         refs = [[CanonicalKVCacheRef(i, page) for i, page in enumerate(PAGES)]]
         share = Share(group, rank, 2, path, self.region.file.st_ino, 0.3, 10.0)
+        if cell is not None:
+            share = share._replace(ranks=0, piece_nbytes=4 * ROW, cells=True)
         self.store, self.load = (
             SingleDirectionOffloadingHandler(
                 self.gpu, self.cpu, factor, refs, to_cpu, device=self.device, share=share, codings=CODINGS,
@@ -168,6 +172,40 @@ def test_a_block_that_does_not_fit_drops_its_chunk(ranks: tuple[Rank, Other]) ->
     here.fill(2)
     here.submit(3, False, good[: here.factor], [good[0] // here.factor])
     assert here.end(False) == [True, {}] and here.holds([good[0] // here.factor], good[: here.factor])
+
+
+def test_ranks_of_replicas_lend_their_links_to_loads_of_coded_blocks(given: dict[str, Any]) -> None:
+    """Each has its cell in the second half of a row; the first half is that of another rank."""
+    here, other = Rank(rank=0, cell=1, **given), Other(rank=1, cell=1, **given)
+    try:
+        assert other.hear() == "here"
+        until(lambda: here.member.peers == (1,))
+        blocks, chunks = list(range(240)), list(range(239, -1, -1))
+        here.region.base[:, :, :ROW] = 0x55
+        here.fill(1)
+        here.gpu[1][50] = np.random.default_rng(1).integers(-128, 128, PAGES[1], np.int8)
+        here.submit(1, True, blocks, chunks)
+        assert here.end(True) == [True, {"50": "codec"}] and here.holds(chunks[:50], blocks[:50])
+        here.fill(2)
+        here.submit(2, True, blocks, chunks)
+        assert here.end(True) == [True, {}] and here.member.stats()["brought_by_others_d2h"] == 0
+        jobs = iter(range(3, 1 << 20))
+
+        def brought() -> bool:
+            job = next(jobs)
+            here.fill(job)
+            here.submit(job, False, blocks, chunks)
+            assert here.end(False) == [True, {}] and here.holds(chunks, blocks)
+            return here.member.stats()["brought_by_others_h2d"] > 0
+
+        until(brought)
+        assert (here.region.base[:, :, :ROW] == 0x55).all()
+        assert other.ask(f"rank.submit(1, False, {blocks}, {chunks}) or rank.end(False)") == [True, {}]
+        assert other.ask(f"rank.holds({chunks}, {blocks})")
+    finally:
+        other.popen.kill()
+        other.end()
+        here.close()
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_engines_of_one_name_have_one_pool_and_names_of_their_own() -> None:
     one, two = replicas("kv", 0), replicas("kv", 1)
     assert one.segment == two.segment == f"replicas-{os.geteuid()}-kv" and one.member != two.member
     assert replicas("other").segment != one.segment
-    assert replicas("kv", 0, ranks=2, rank=1)[-3:] == (ROW // 2, 1, False)
+    assert replicas("kv", 0, ranks=2, rank=1)[-4:] == (ROW // 2, 2, 1, None)
     assert _replicas.of(engine({})) is None
     long = engine({"kvswap_replicas": "kv"})
     long.config.engine_id = "e" * 200
@@ -79,11 +79,24 @@ def test_engines_of_one_name_have_one_pool_and_names_of_their_own() -> None:
         assert len(_replicas.of(long).member) <= 100
 
 
+def test_ranks_of_one_engine_lend_to_the_same_ranks_of_others() -> None:
+    def group(number: int, name: str, **kwargs: Any) -> str:
+        spec = engine({"kvswap_replicas": name, "kvswap_lend": True}, number, **kwargs)
+        with allowed():
+            return _replicas.of(spec).group
+
+    long = "n" * 30
+    for name in ("kv", long):
+        ranks = [[group(number, name, ranks=2, rank=rank) for rank in (0, 1)] for number in (0, 1)]
+        assert ranks[0] == ranks[1] and ranks[0][0] != ranks[0][1]
+        assert all(len(made) <= 40 for made in (*ranks[0], group(0, name)))
+        assert group(0, name) == group(1, name) not in ranks[0]
+
+
 @pytest.mark.parametrize(
     ("extra", "more", "why"),
     [
         ({"kvswap_share": True}, {}, "kvswap_share is for the ranks of one engine"),
-        ({"kvswap_lend": True}, {"ranks": 2}, "with kvswap_lend an engine has one rank, and this one has 2"),
         ({"kvswap_fallback": True}, {}, "with kvswap_fallback vLLM's own transfers may stay"),
         ({"canonical_layout": True}, {}, "canonical_layout has rows of another form"),
         ({"eviction_policy": "arc"}, {}, "Leave out eviction_policy"),

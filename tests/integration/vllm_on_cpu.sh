@@ -48,8 +48,9 @@ package;0.26.0 0.33.0;
 ranks;0.26.0 0.33.0;$ranks
 ranks-sleep;0.26.0 0.33.0;--sleep $ranks
 replicas;0.30.0 0.33.0;--replicas
-replicas-codec;0.33.0;--replicas --codec exact --ranks 2
+replicas-codec;0.33.0;--replicas --codec exact
 replicas-lend;0.33.0;--replicas --lend
+replicas-lend-codec;0.33.0;--replicas --lend --codec exact --ranks 2
 replicas-ranks;0.33.0;--replicas --ranks 2
 simple;0.26.0 0.33.0;--simple
 sleep;0.26.0 0.33.0;--sleep

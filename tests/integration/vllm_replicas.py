@@ -75,7 +75,7 @@ def scenario(
     killed(engines, options, index, say)
     evictions(engines, prompt, index, say)
     if options.lend:
-        links = [one.workers.call("shared")[0] for one in engines]
+        links = [stats for one in engines for stats in one.workers.call("shared")]
         brought = [stats["brought_by_others_h2d"] for stats in links]
         assert all(brought) and not any(stats["brought_by_others_d2h"] for stats in links), links
         say(f"loads came over the link of another engine, too: {[nbytes >> 10 for nbytes in brought]} KiB")
