@@ -36,9 +36,9 @@ from kvswap.vllm._handler import OverlapSettings, VLLMHandler, codec_of, falls_b
 
 if TYPE_CHECKING:
     from kvswap.share._lend import Lending
+    from kvswap.share._steps import Steps
     from kvswap.vllm._ahead import Ahead
     from kvswap.vllm._layers import StepLoads
-    from kvswap.vllm._lend import Steps
     from kvswap.vllm._outcomes import Outcomes
     from kvswap.vllm._overlap import Overlap
     from kvswap.vllm._own_stats import LinkStats

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 import kvswap
 from kvswap._log import logger
 from kvswap.offload._layout import device_of
+from kvswap.share._steps import Steps
 from kvswap.vllm import _lend
 from kvswap.vllm._codec import Plan, shrink, take_plan
 from kvswap.vllm._handler import VLLMHandler, options_of, port_of
@@ -205,7 +206,7 @@ class KVSwapTransfers:
     plan: Plan | None  # of coded blocks
     share_wait: float | None  # seconds; None: loads are not shared
     by_blocks: bool  # the blocks of a chunk lie one behind the other in vLLM's region
-    steps: _lend.Steps | None  # of this worker; None: links are not lent
+    steps: Steps | None  # of this worker; None: links are not lent
     replicas: Replicas | None = None  # the pool that is common to several engines
     _manager: Any
     config: Any  # OffloadingConfig
@@ -225,7 +226,7 @@ class KVSwapTransfers:
         self.share_wait = seconds_of(self)
         self.replicas = replicas_of(self)
         lends = _lend.check(self, is_allowed())
-        self.steps = _lend.Steps() if lends and self.replicas is None else None
+        self.steps = Steps() if lends and self.replicas is None else None
         if self.replicas is not None:
             self.remember_failures = False  # other engines write to the host's blocks as well
 

@@ -17,6 +17,7 @@ from conftest import until
 
 import kvswap
 from kvswap import testing
+from kvswap.share import _steps
 from kvswap.vllm import _handler, _lend
 
 LEND = {"kvswap_lend": True}
@@ -84,26 +85,26 @@ def test_an_engine_that_sleeps_has_to_say_so(tells: bool) -> None:
 
 def test_the_model_is_idle_some_time_after_a_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(_lend.time, "monotonic", lambda: now[0])
-    steps = _lend.Steps()
+    monkeypatch.setattr(_steps.time, "monotonic", lambda: now[0])
+    steps = _steps.Steps()
     assert steps.is_idle(), "no step has been seen"
     steps.begin()
     now[0] += 1
     assert not steps.is_idle()
     steps.end()
     assert not steps.is_idle()
-    now[0] += 2 * _lend.IDLE
+    now[0] += 2 * _steps.IDLE
     assert steps.is_idle()
     steps.begin()
-    now[0] += _lend._STUCK
+    now[0] += _steps._STUCK
     assert steps.is_idle(), "the step was given up"
 
 
 def test_a_step_goes_on_on_the_device_after_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lend, "IDLE", 0.0)
+    monkeypatch.setattr(_steps, "IDLE", 0.0)
     device = kvswap.Device("host:0")
     stream = kvswap.Stream(device)
-    steps = _lend.Steps()
+    steps = _steps.Steps()
     steps.attach(device, lambda: stream)
     testing.delay(device, 0.3, stream.handle)
     begin = time.monotonic()
@@ -117,7 +118,7 @@ def test_a_step_goes_on_on_the_device_after_its_call(monkeypatch: pytest.MonkeyP
 def test_a_workers_memory_is_its_region(ranks: int) -> None:
     base = np.zeros(4096, np.int8)
     region = SimpleNamespace(fd=os.memfd_create("region"), _base=SimpleNamespace(data_ptr=lambda: base.ctypes.data))
-    steps = _lend.Steps()
+    steps = _steps.Steps()
     lend = _lend.describe(engine({"kvswap_lend": "x"}, ranks=ranks), region, steps)
     assert (lend.name, lend.lenders, lend.cells) == ("x", 3, ranks == 2)
     assert lend.file == (region.fd, 0, base.ctypes.data) and lend.generation == os.fstat(region.fd).st_ino
