@@ -180,6 +180,10 @@ class CodedPlaces:
         coding = self.host.coding
         return f", coded by {coding.codec} to {coding.ratio:.3f} of their size"
 
+    def joins(self, blocks: int, direction: str | None = None) -> bool:
+        """As Places.joins()."""
+        return False
+
     @property
     def begin(self) -> int:
         """As Places.begin."""

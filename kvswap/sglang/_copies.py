@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from sglang.srt.environ import envs
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import l2_transfer
@@ -34,7 +35,7 @@ _MLA = {MHATokenToKVPoolHost: False, MLATokenToKVPoolHost: True}
 _WAIT_TIMEOUT = 300.0  # seconds, of any wait for copies
 
 
-def _queue_of(stream: Any) -> Any:
+def queue_of(stream: Any) -> Any:
     """The stream, for kvswap; None: it has no work of its own, as torch's on a CPU, so that copies are waited for."""
     return stream if hasattr(stream, "cuda_stream") or hasattr(stream, "__cuda_stream__") else None
 
@@ -99,7 +100,7 @@ class _Ended:
 def _told(completion: Any, transfers: Sequence[_C.Transfer]) -> Any:
     """SGLang's completion, whose end is that of the transfers."""
     start, finish = _Begun(completion.start_event), _Ended(completion.finish_event, transfers)
-    timed = completion.timing_enabled and not any(getattr(each, "shared", False) for each in transfers)
+    timed = completion.timing_enabled and not any(getattr(each, "joint", False) for each in transfers)
     return completion._replace(start_event=start, finish_event=finish, timing_enabled=timed)
 
 
@@ -154,9 +155,10 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         return places is not None and (places.shared or self._takes_device_ids)
 
     def device_ids(self, pool: Any, ids: Any) -> Any:
-        """Ids of the device for a copy of a pool that keeps them. Those of shared loads and stores come to the CPU
+        """Ids of the device for a copy of a pool that keeps them. Those of copies over several links come to the CPU
         here, as SGLang does it for some of its own copies: the stream of a write-back waits for the model."""
-        return ids.cpu() if self.places(pool).shared and ids.device.type != "cpu" else ids
+        places = self.places(pool)
+        return ids.cpu() if ids.device.type != "cpu" and places.joins(len(ids) // places.tokens) else ids
 
     def _ids(self, transfer: Any, places: Any) -> tuple[Any, Any] | None:
         """(device blocks, host blocks); None: SGLang copies them."""
@@ -287,13 +289,14 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
             return False
         if not len(ids[1]):
             return True
-        queue, options = _queue_of(stream), dict[str, Any]()
-        if places.shared and len(gpu) == places.gpu.size:  # the ranks share copies of all layers
-            shared = self._submit(places.submit, (ids, direction, queue), {})
-            made.append(shared)
-            self._unfinished.append(shared)
+        queue, options = queue_of(stream), dict[str, Any]()
+        on_cpu = isinstance(ids[0], np.ndarray)
+        if on_cpu and places.joins(len(ids[1]), direction) and len(gpu) == places.gpu.size:
+            joint = self._submit(places.submit, (ids, direction, queue), {})
+            made.append(joint)
+            self._unfinished.append(joint)
             if direction == "H2D":  # SGLang's events of the layers are recorded when it has ended
-                _has_ended(shared, wait=True)
+                _has_ended(joint, wait=True)
             return True
         if direction == "H2D":  # SGLang's stream waits layer by layer, and the steps of other requests behind it
             own = self._streams.get(places.device)
@@ -347,7 +350,7 @@ def _layers(transfers: list[Any], count: int) -> list[list[int | None]]:
 def _join(transfers: Sequence[_C.Transfer], stream: Any, position: int | None = None) -> None:
     """SGLang's stream waits for the transfers, or for one's tensors up to this position. kvswap.Error: one has failed,
     as far as is known."""
-    queue = _queue_of(stream)
+    queue = queue_of(stream)
     if queue is None:
         return
     for transfer in transfers:

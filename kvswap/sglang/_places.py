@@ -58,6 +58,13 @@ class Places:
         """The address of the host's memory."""
         return int(self.cpu[0, 0])
 
+    def joins(self, blocks: int, direction: str | None = None) -> bool:
+        """Whether a copy of so many blocks, of all tensors, goes over several links: submit() makes it.
+
+        direction: None: it is not known yet.
+        """
+        return False
+
     def everything(self) -> tuple[Any, Any]:
         """The tensors of both sides, in the order of a write-back."""
         return self.gpu.T.ravel(), self.cpu.T.ravel()

@@ -22,17 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_disagg, get_memory
 
 from kvswap import _C, share
 from kvswap._log import logger
 from kvswap.sglang import _plugin
+from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, why_not
 from kvswap.sglang._places import NotOurs, Places, block_rows, buffers_of, places_of
 
 _log = logger("kvswap.sglang")
 _MOST_RANKS = 16
-_LAYOUTS = ("page_first", "page_first_direct")  # in which all layers of a block lie together
 _JOIN_TIMEOUT = 120.0  # seconds, for the other ranks to join
 _STORE_TIMEOUT = 200.0  # seconds, for the other ranks' parts of a store
 
@@ -45,25 +43,6 @@ class Ranks(NamedTuple):
     size: int
 
 
-class Shared:
-    """A load or store of several ranks, for a _C.Transfer. No stream can wait for it: a load has ended when this is
-    made, and SGLang asks for the end of a store before it uses its pages."""
-
-    shared = True  # its events do not say how long it took
-
-    def __init__(self, transfer: share.ShareTransfer, number: int) -> None:
-        self._transfer, self.number = transfer, number
-
-    def make_wait(self, stream: Any) -> None:
-        """As Transfer.make_wait()."""
-
-    def make_wait_layer(self, layer: int, stream: Any) -> None:
-        """As Transfer.make_wait_layer()."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transfer, name)
-
-
 @dataclass(frozen=True)
 class SharedPlaces(Places):
     """Places in a host pool of several ranks."""
@@ -72,12 +51,16 @@ class SharedPlaces(Places):
 
     shared = True
 
+    def joins(self, blocks: int, direction: str | None = None) -> bool:
+        """As Places.joins()."""
+        return True
+
     @property
     def how(self) -> str:  # type: ignore[override]
         """For the log."""
         return f"; {self.pool.ranks.size} ranks share the pool"
 
-    def submit(self, ids: tuple[Any, Any], direction: str, queue: Any) -> Shared:
+    def submit(self, ids: tuple[Any, Any], direction: str, queue: Any) -> Joint:
         """Begin a load or store of these blocks (device, host), after what `queue` has now."""
         pool = self.pool
         number = pool.numbers[direction] = pool.numbers[direction] + 1
@@ -89,7 +72,7 @@ class SharedPlaces(Places):
         except _C.QueueFull:  # it is submitted again
             pool.numbers[direction] -= 1
             raise
-        made = Shared(transfer, number)
+        made = Joint(transfer, number)
         if not load:
             pool.stores = [store for store in pool.stores if not store.done()] + [made]
         return made
@@ -101,7 +84,7 @@ class SharedMLATokenToKVPoolHost(MLATokenToKVPoolHost):  # type: ignore[misc]  #
     shared: _C.SharedPool | None = None
     member: share.Member | None = None
     ranks: Ranks
-    stores: Sequence[Shared] = ()  # unfinished ones, and the last ones
+    stores: Sequence[Joint] = ()  # unfinished ones, and the last ones
 
     def places(self) -> Places:
         """For CopyEngine."""
@@ -150,7 +133,7 @@ class SharedMLATokenToKVPoolHost(MLATokenToKVPoolHost):  # type: ignore[misc]  #
         ranks, name = self.ranks, self.shared.path.rpartition(".")[2]
         why = None
         try:
-            gpu, cpu = _pools_of(places_of(self, True))
+            gpu, cpu = pools_of(places_of(self, True))
             self.member = share.join(name, ranks.rank, self.shared, gpu, host=cpu, store_wait=_STORE_TIMEOUT)
             self.member.wait_peers(range(ranks.size), timeout=_JOIN_TIMEOUT)
         except (NotOurs, AttributeError, ValueError, TimeoutError, MemoryError, _C.Error) as error:
@@ -213,31 +196,21 @@ def init_hicache(original: Callable[..., Any], cache: Any, server_args: Any, par
 
 def _ranks_of(cache: Any) -> Ranks | str:
     """The ranks with which `cache` shares its pool; or why there are none. The same on all ranks."""
-    if _plugin.is_incomplete(_plugin.SWITCH) or _plugin.is_incomplete(_plugin.SHARE_SWITCH):
-        return "SGLang did not apply all of kvswap's hooks, as its log says"
-    if set(cache.tree_components) != {ComponentType.FULL}:
-        return "the model has more than full attention"
-    if get_memory().hicache_host_memory_mode != "cache":
-        return f"--hicache-host-memory-mode is {get_memory().hicache_host_memory_mode}"
-    if get_disagg().disaggregation_mode == "decode":
-        return "this is a decode instance of disaggregated serving"
-    if cache.pp_size > 1:
-        return "there are several pipeline stages"
-    distributed = torch.distributed
-    if cache.attn_cp_group is not None and distributed.get_world_size(group=cache.attn_cp_group) > 1:
-        return "there is context parallelism"
-    group = cache.tp_group if cache.attn_tp_group is None else cache.attn_tp_group
-    size = 1 if group is None else distributed.get_world_size(group=group)
+    why = why_not(cache, _plugin.SHARE_SWITCH)
+    if why is not None:
+        return why
+    group = group_of(cache)
+    size = 1 if group is None else torch.distributed.get_world_size(group=group)
     if size == 1:
         return "one rank has this KV"
     if size > _MOST_RANKS:
         return f"{size} ranks have this KV, and at most {_MOST_RANKS} can share it"
-    return Ranks(group, distributed.get_rank(group=group), size)
+    return Ranks(group, torch.distributed.get_rank(group=group), size)
 
 
 def _no_pool(pool: Any) -> str | None:
     """Why this pool cannot be shared, the same on all ranks; None: it can."""
-    if pool.layout not in _LAYOUTS:
+    if pool.layout not in LAYOUTS:
         return f"--hicache-mem-layout {pool.layout} keeps the layers of a page apart: use page_first_direct"
     try:
         parts, rows, _ = buffers_of(pool, True)
@@ -286,19 +259,6 @@ def _memory_of(pool: Any, ranks: Ranks) -> _C.SharedPool | None:
     if made is not None:
         made.close()
     return None
-
-
-def _pools_of(places: Places) -> tuple[list[_C.Pool], list[_C.Pool]]:
-    """kvswap's pools on the device and on the host: one for each layer."""
-    gpu, cpu = list[_C.Pool](), list[_C.Pool]()
-    for made, addresses, blocks, stride in (
-        (gpu, places.gpu[:, 0], places.gpu_blocks, places.gpu_stride),
-        (cpu, places.cpu[:, 0], places.cpu_blocks, places.cpu_stride),
-    ):
-        for ptr in addresses:
-            group = made[0] if made else None
-            made.append(_C.Pool(places.device, int(ptr), blocks, places.nbytes, stride=stride, group=group))
-    return gpu, cpu
 
 
 AROUND = {"init_hicache": init_hicache}

@@ -21,7 +21,7 @@ from sglang_copies_stand_in import L2Transfer, Tensor, pages
 import kvswap
 
 PAGE, LAYERS, WIDTH, HOST_PAGES, DEVICE_PAGES = 4, 3, 32, 24, 16  # WIDTH: elements of two bytes a token
-OURS = ("kvswap.sglang._copies", "kvswap.sglang._memory", "kvswap.sglang._shared")
+OURS = ("kvswap.sglang._copies", "kvswap.sglang._memory", "kvswap.sglang._joint", "kvswap.sglang._shared")
 SWITCHES = {"KVSWAP_SGLANG_COPIES": "1", "KVSWAP_SGLANG_SHARE": "1"}
 
 
