@@ -10,8 +10,8 @@
 - RemoteStorage: the same over kvswap.remote: pages in the memory of other nodes.
 - register: SGLang calls it as a plugin; with KVSWAP_SGLANG_COPIES=1 the copies between GPU and host memory are
   kvswap's, with KVSWAP_SGLANG_HOST_MEMORY=1 the host memory too, with KVSWAP_SGLANG_CODEC=exact its pages are coded,
-  with KVSWAP_SGLANG_SHARE=1 ranks with the same latents keep one host pool, and else it does nothing. unregister undoes
-  it.
+  with KVSWAP_SGLANG_SHARE=1 ranks with the same latents keep one host pool, with KVSWAP_SGLANG_LEND=1 engines lend each
+  other their links, and else it does nothing. unregister undoes it.
 
 Importing this imports no SGLang; its names do, when they are asked for.
 """

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvswap._log import into, logger
 from kvswap._switches import switch
@@ -25,6 +25,9 @@ SWITCH = "KVSWAP_SGLANG_COPIES"
 MEMORY_SWITCH = "KVSWAP_SGLANG_HOST_MEMORY"
 CODEC_SWITCH = "KVSWAP_SGLANG_CODEC"
 SHARE_SWITCH = "KVSWAP_SGLANG_SHARE"
+LEND_SWITCH = "KVSWAP_SGLANG_LEND"
+LENDERS_SWITCH = "KVSWAP_SGLANG_LENDERS"
+LEND_LEAST_SWITCH = "KVSWAP_SGLANG_LEND_MIB"
 
 _TRANSFER = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -33,6 +36,7 @@ _COMMON = "sglang.srt.mem_cache.pool_host.common"
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 
 # What kvswap calls or takes the place of, and what each takes.
 _KNOWN = {
@@ -78,6 +82,13 @@ _KNOWN_SHARE = {
     f"{_POOLS}.base:host_memory_budget_scope": ["budget_bytes"],
     f"{_TREE}:UnifiedRadixCache.init_hicache": ["self", "server_args", "params"],
 }
+_KNOWN_LEND = {
+    f"{_COMMON}:HostTensorAllocator.allocate": ["self", "dims", "dtype", "device"],
+    f"{_POOLS}.base:HostKVCache.clear": ["self"],
+    f"{_POOLS}.base:HostKVCache.destroy": ["self"],
+    f"{_TREE}:UnifiedRadixCache.init_hicache": ["self", "server_args", "params"],
+}
+_KNOWN_STEPS = {f"{_SCHEDULER}:Scheduler.run_batch": ["self", "batch", "pp_proxy_tensors"]}
 PROBE: Any = object()
 
 
@@ -116,6 +127,7 @@ _DONE = {
     MEMORY_SWITCH: "host memory is kvswap's",
     CODEC_SWITCH: "pages of host memory are coded",
     SHARE_SWITCH: "ranks with the same latents share one host pool",
+    LEND_SWITCH: "loads may go over other engines' links",
 }
 
 
@@ -133,6 +145,35 @@ def codec() -> str | None:
     if name not in CODECS:
         raise ValueError(f"{CODEC_SWITCH} is {name!r}: it is one of {', '.join(CODECS)}")
     return name
+
+
+class Lend(NamedTuple):
+    """How links are lent. name: engines with the same one lend to each other. lenders: at most so many to an engine.
+    least_nbytes: of a load that goes over several links."""
+
+    name: str
+    lenders: int
+    least_nbytes: int
+
+
+def lend() -> Lend | None:
+    """None: links are not lent. ValueError: a variable has a wrong value."""
+    name = os.environ.get(LEND_SWITCH, "")
+    if name in ("", "0"):
+        return None
+    from kvswap.share._lend import DEFAULT_NAME, LENDERS, MOST_LENDERS, NAME
+
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{LEND_SWITCH} is {name!r}: 1, or a name of 1 to 20 letters, digits, '.', '_' or '-'")
+    lenders = _number(LENDERS_SWITCH, LENDERS, MOST_LENDERS)
+    return Lend(DEFAULT_NAME if name == "1" else name, lenders, _number(LEND_LEAST_SWITCH, 512, 1 << 20) << 20)
+
+
+def _number(name: str, default: int, most: int) -> int:
+    text = os.environ.get(name, "") or str(default)
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+        raise ValueError(f"{name} is {text!r}: it is 1 to {most}")
+    return int(text)
 
 
 def is_incomplete(switch: str) -> bool:
@@ -267,6 +308,22 @@ def _shared(kind: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def _lent(kind: Any) -> list[tuple[str, Any, Any]]:
+    from kvswap.sglang._lend import AROUND_POOL, AROUND_TREE, LentAllocator, run_batch
+
+    return [
+        (f"{_COMMON}.HostTensorAllocator", LentAllocator, kind.REPLACE),
+        *((f"{_POOLS}.base.HostKVCache.{name}", hook, kind.AROUND) for name, hook in AROUND_POOL.items()),
+        *((f"{_TREE}.UnifiedRadixCache.{name}", hook, kind.AROUND) for name, hook in AROUND_TREE.items()),
+        *([(f"{_SCHEDULER}.Scheduler.run_batch", run_batch, kind.AROUND)] if _has_scheduler() else []),
+    ]
+
+
+def _has_scheduler() -> bool:
+    """Whether this process may run steps: SGLang's other processes do not import so much."""
+    return _SCHEDULER in sys.modules
+
+
 def _memory(kind: Any) -> list[tuple[str, Any, Any]]:
     from kvswap.sglang._memory import HostPoolAllocator
 
@@ -297,22 +354,43 @@ def _is_shared() -> bool:
     return True
 
 
+def _is_lent() -> bool:
+    try:
+        found = lend()
+    except ValueError as error:
+        _log.error("%s. Links are not lent", error)
+        return False
+    if found is None:
+        return False
+    for other, why in ((CODEC_SWITCH, "coded pages use the own link only"), (SHARE_SWITCH, "its ranks are a group")):
+        if os.environ.get(other, "0") not in ("", "0"):
+            _log.error("%s does not go with %s: %s. Links are not lent", LEND_SWITCH, other, why)
+            return False
+    if not _is_on(SWITCH):
+        _log.error("%s needs %s=1: kvswap's copies use lent links. Links are not lent", LEND_SWITCH, SWITCH)
+        return False
+    return True
+
+
 def register() -> None:
     """SGLang's plugin hook (group sglang.srt.plugins).
 
     KVSWAP_SGLANG_COPIES=1: the copies between device and host memory are kvswap's. KVSWAP_SGLANG_HOST_MEMORY=1: so is
     the host memory's allocator. KVSWAP_SGLANG_CODEC=CODEC, beside the first: pages of host memory are coded.
-    KVSWAP_SGLANG_SHARE=1, beside the first: ranks with the same latents share one host pool. Otherwise it does nothing.
+    KVSWAP_SGLANG_SHARE=1, beside the first: ranks with the same latents share one host pool. KVSWAP_SGLANG_LEND=1, or a
+    name, beside the first: engines lend each other their links for large loads. Otherwise it does nothing.
     """
-    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH, CODEC_SWITCH, SHARE_SWITCH)):
+    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH, CODEC_SWITCH, SHARE_SWITCH, LEND_SWITCH)):
         into("sglang")
-    copies, coded, shared = _is_on(SWITCH), _is_coded(), _is_shared()
+    copies, coded, shared, lent = _is_on(SWITCH), _is_coded(), _is_shared(), _is_lent()
     if copies:
         _register(SWITCH, _KNOWN, _copies)
     if coded:
         _register(CODEC_SWITCH, _KNOWN_CODEC, _coded)
     if shared:
         _register(SHARE_SWITCH, _KNOWN_SHARE, _shared)
+    if lent:  # before the allocator below, whose place it takes
+        _register(LEND_SWITCH, _KNOWN_LEND | (_KNOWN_STEPS if _has_scheduler() else {}), _lent)
     if _is_on(MEMORY_SWITCH):
         _register(MEMORY_SWITCH, _KNOWN_MEMORY, _memory)
 
