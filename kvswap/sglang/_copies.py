@@ -31,7 +31,7 @@ from kvswap._log import logger
 from kvswap.sglang._places import NotOurs, blocks_of, device_blocks_of, places_of
 
 _log = logger("kvswap.sglang")
-_MLA = {MHATokenToKVPoolHost: False, MLATokenToKVPoolHost: True}
+IS_MLA = {MHATokenToKVPoolHost: False, MLATokenToKVPoolHost: True}  # the host pools that kvswap copies
 _WAIT_TIMEOUT = 300.0  # seconds, of any wait for copies
 
 
@@ -134,14 +134,14 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
     def places(self, pool: Any) -> Any:
         """Where the pool's layers lie, Places or CodedPlaces; None: SGLang copies this pool."""
         coded = getattr(pool, "places", None)  # CodedPages'
-        if coded is None and type(pool) not in _MLA:
+        if coded is None and type(pool) not in IS_MLA:
             return None
         known = self._places.get(pool)
         if pool in self._places and (known is None or known.begin == pool.kv_buffer.data_ptr()):
             return known
         found: Any = None
         try:
-            found = places_of(pool, _MLA[type(pool)]) if coded is None else coded()
+            found = places_of(pool, IS_MLA[type(pool)]) if coded is None else coded()
         except (NotOurs, AttributeError) as error:
             _log.warning("host pool %s stays with SGLang's own copies: %s", getattr(pool, "pool_label", "?"), error)
         if found is not None:

@@ -21,13 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.pool_host import common
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_memory
 
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.sglang import _plugin
-from kvswap.sglang._copies import queue_of
+from kvswap.sglang._copies import IS_MLA, queue_of
 from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, why_not
 from kvswap.sglang._places import NotOurs, Places, places_of
 from kvswap.share import Place
@@ -200,7 +199,9 @@ def _start(pool: Any, engine: str, asked: _plugin.Lend, controller: Any) -> None
         _log.warning("host pool %s: links are not lent: its memory is not kvswap's", pool.pool_label)
         return
     try:
-        found = places_of(pool, isinstance(pool, MLATokenToKVPoolHost))
+        if type(pool) not in IS_MLA:
+            raise NotOurs("SGLang copies this kind of pool")
+        found = places_of(pool, IS_MLA[type(pool)])
         lent = _Lent(found, memory, engine, asked, controller.write_policy == "write_back")
     except (NotOurs, AttributeError, ValueError, MemoryError, _C.Error) as error:
         _log.warning("host pool %s: links are not lent: %s", pool.pool_label, error)

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,8 +168,15 @@ def test_a_flush_waits_for_stores(make: Any, name: str) -> None:
     other = Other(name)
     until(here.peers)
     cleared = here.host.cleared
-    end = here.store(range(48), range(48))
-    here.host.clear()
+    with Gate(kvswap.Device(DEVICE)) as gate:
+        gate.hold(here.copies.device_to_host_stream)
+        end = here.store(range(48), range(48))
+        flush = threading.Thread(target=here.host.clear)
+        flush.start()
+        flush.join(0.2)
+        assert flush.is_alive() and not end.query()
+        gate.open()
+        flush.join(PATIENCE)
     assert here.host.cleared == cleared + 1 and end.query()
     here.host.destroy()
     assert here.host.kv_buffer is None
@@ -227,11 +235,14 @@ def test_memory_that_is_not_kvswaps(name: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_pool_that_kvswap_does_not_know(name: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(of("mha").MHATokenToKVPoolHost, "shared_allocation_domain", object())
     hook()
-    engine = Engine(name, DEVICE)
-    assert "host pool kv: links are not lent: its pages move" in caplog.text
-    engine.host.destroy()
+    with monkeypatch.context() as patch:
+        patch.setattr(of("mha").MHATokenToKVPoolHost, "shared_allocation_domain", object())
+        Engine(name, DEVICE).host.destroy()
+        assert "host pool kv: links are not lent: its pages move" in caplog.text
+        patch.setattr(of("mha"), "MHATokenToKVPoolHost", type("Asymmetric", (stand_in.MHATokenToKVPoolHost,), {}))
+        Engine(name, DEVICE).host.destroy()
+        assert "host pool kv: links are not lent: SGLang copies this kind of pool" in caplog.text
 
 
 def test_ranks_of_an_engine_have_its_name(make: Any) -> None:
