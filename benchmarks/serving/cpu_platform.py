@@ -29,11 +29,16 @@ def install(folder: Path) -> None:
     compiled.compute_slot_mapping_kernel_impl = _slots
     compiled.silu_and_mul = _silu_and_mul
     compiled.gelu_tanh_and_mul = _gelu_tanh_and_mul
+    compiled.greedy_argmax = lambda logits: logits.argmax(-1)
     ops._supports_onednn = False
     ops.cpu_attn_get_scheduler_metadata = lambda **_: torch.zeros(1)
     ops.cpu_attn_reshape_and_cache = _store
     ops.cpu_attention_with_kv_cache = _attend
     ops.rotary_embedding = _rotate
+    from vllm.v1.attention.backends import cpu_attn
+
+    sizes = staticmethod(lambda *_: [cpu_attn.MultipleOf(16)])  # vLLM's compiled part takes 32 from 0.33 on
+    cpu_attn.CPUAttentionBackend.get_supported_kernel_block_sizes = sizes
     from vllm.v1.simple_kv_offload import worker
 
     cuda = types.SimpleNamespace(Stream=_Stream, current_stream=_Stream)

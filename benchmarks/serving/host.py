@@ -33,39 +33,41 @@ def host_of(connector: Any) -> Host | None:
 
 
 class Managed:
-    """OffloadingConnector's."""
+    """OffloadingConnector's. Its blocks are called chunks from 0.30 on."""
 
     def __init__(self, connector: Any, manager: Any) -> None:
         self._connector, self._manager = connector, manager
+        self._word = "chunk" if hasattr(manager, "_num_chunks") else "block"
 
     def capacity(self) -> int:
         """See Host."""
-        return int(self._manager._num_blocks)
+        return int(getattr(self._manager, f"_num_{self._word}s"))
 
     def keys(self) -> set[Any]:
         """See Host."""
-        return set(self._manager._policy.blocks)
+        return set(getattr(self._manager._policy, f"{self._word}s"))
 
     def evict(self, keys: set[Any]) -> bool:
         """See Host."""
-        policy = self._manager._policy
+        policy, word = self._manager._policy, self._word
+        evictable = f"_num_evictable_cache_{word}s"
         found = {key: block for key in keys if (block := policy.get(key)) is not None}
         if any(block.ref_cnt for block in found.values()):
             return False
-        for key, block in sorted(found.items(), key=lambda item: -item[1].block_id):  # the last is taken first
+        for key, block in sorted(found.items(), key=lambda item: -getattr(item[1], f"{word}_id")):  # last, taken first
             policy.remove(key)
-            self._manager._free_block(block)
-            self._manager._num_evictable_cache_blocks -= 1
+            getattr(self._manager, f"_free_{word}")(block)
+            setattr(self._manager, evictable, getattr(self._manager, evictable) - 1)
         return True
 
     def scatter(self) -> int:
         """See Host."""
         self._connector.reset_cache()
-        manager = self._manager
-        manager._free_list[:] = range(manager._num_blocks)
+        manager, count = self._manager, self.capacity()
+        manager._free_list[:] = range(count)
         random.Random(0).shuffle(manager._free_list)
-        manager._num_allocated_blocks = manager._num_blocks
-        return int(manager._num_blocks)
+        setattr(manager, f"_num_allocated_{self._word}s", count)
+        return count
 
 
 class Pooled:

@@ -35,14 +35,10 @@ class Worker:
         return found
 
     def _serving_rows(self, blocks: int) -> list[Any]:
-        """Each piece of memory of the cache once, as bytes, a row a block."""
-        import torch
-
+        """Each layer's part of the cache once, a row a block: layers of several groups may have the same memory."""
         found = {}
         for cache in self._serving_caches():
-            storage = cache.untyped_storage()
-            raw = torch.empty(0, dtype=torch.int8, device=cache.device).set_(storage)
-            found[storage.data_ptr()] = raw.view(blocks, -1)
+            found[cache.data_ptr()] = cache if cache.shape[0] == blocks else cache.transpose(0, 1)
         return list(found.values())
 
     def serving_about(self) -> dict[str, Any]:
@@ -88,7 +84,7 @@ class Worker:
         total: Any = None
         weights: dict[int, Any] = {}
         for rows in self._serving_rows(of):
-            page = rows.index_select(0, torch.tensor(blocks, device=rows.device)).view(torch.int64)
+            page = rows.index_select(0, torch.tensor(blocks, device=rows.device)).flatten(1).view(torch.int64)
             if page.shape[1] not in weights:
                 made = torch.Generator("cpu").manual_seed(7)
                 drawn = torch.randint(-(2**62), 2**62, (page.shape[1],), generator=made) | 1
