@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kvswap import memory
 from serving import configurations, table
 from serving.configurations import REPEATED
 from serving.options import parser_of, values_of
@@ -77,6 +78,7 @@ class Comparison:
         self.record, self.number = record, time.time_ns()
         self.overrides = overrides_of(options.set)
         self.engines: dict[str, Process] = {}
+        self.neighbours: dict[str, Process] = {}  # of the engines that have one; they are not measured
 
     def run(self) -> None:
         """Start, measure, end."""
@@ -91,20 +93,43 @@ class Comparison:
                     self.name + "+scattered", self.clock, skip=("truth", "alone", "stores", "idle", "profile")
                 )
         finally:
-            for engine in self.engines.values():
+            for engine in (*self.engines.values(), *self.neighbours.values()):
                 engine.end()
+            if self.neighbours:
+                memory.clean()  # a pool of replicas stays where all were killed
 
     def _start(self) -> None:
         waiting = []
         for config in self.options.configs.split(","):
             configurations.split(config)
-            engine = self.engines[config] = Process(config, self.regime, self.overrides, self.options.work)
-            waiting.append(engine)
+            beside = configurations.has_neighbour(config)
+            given = config, self.regime, self.overrides, self.options.work
+            self.engines[config] = Process(*given, gpu=0 if beside else None)
+            waiting.append(self.engines[config])
+            if beside:
+                self.neighbours[config] = Process(*given, gpu=1)
+                waiting.append(self.neighbours[config])
             if self.options.one_by_one:
-                self._ready(waiting.pop())
-        for engine in waiting:
-            self._ready(engine)
+                self._all_ready(waiting)
+                waiting.clear()
+        self._all_ready(waiting)
+        for neighbour in [*self.neighbours.values()]:
+            self._prepare(neighbour)
         self._each("prepare", self.name)
+        self._each("meet", self.name)
+
+    def _all_ready(self, engines: list[Process]) -> None:
+        for engine in engines:
+            if engine.name in self.engines:  # neither it nor its neighbour has failed
+                self._ready(engine)
+
+    def _prepare(self, neighbour: Process) -> None:
+        try:
+            made = neighbour.ask("prepare", min(90.0, self.clock.left()))
+        except Failed as failed:
+            self._drop(neighbour, failed)
+        else:
+            self._note(neighbour.name, phase="neighbour", repeat=0, **made)
 
     def _ready(self, engine: Process) -> None:
         begin = time.monotonic()
@@ -113,6 +138,8 @@ class Comparison:
         except Failed as failed:
             self._drop(engine, failed)
         else:
+            if engine is not self.engines[engine.name]:
+                return
             self._note(engine.name, about=about, waited_s=round(time.monotonic() - begin, 1))
 
     def _note(self, config: str, **what: Any) -> None:
@@ -121,8 +148,9 @@ class Comparison:
     def _drop(self, engine: Process, failed: Failed) -> None:
         self._note(engine.name, error=str(failed))
         print(engine.tail(), flush=True)
-        del self.engines[engine.name]
-        engine.end()
+        self.engines.pop(engine.name).end()
+        if engine.name in self.neighbours:
+            self.neighbours.pop(engine.name).end()
 
     def _each(self, phase: str, regime_name: str, *, backwards: bool = False, repeat: int = 0) -> None:
         """A phase of all engines that have it, one after the other."""
@@ -134,11 +162,38 @@ class Comparison:
             if not configurations.takes(config, phase):
                 continue
             try:
-                made = engine.ask(phase, min(90.0, self.clock.left()))
+                made = self._ask(engine, phase)
             except Failed as failed:
                 self._drop(engine, failed)
                 continue
             self.record.add(run=self.number, regime=regime_name, config=config, phase=phase, repeat=repeat, **made)
+
+    def _ask(self, engine: Process, phase: str) -> dict[str, Any]:
+        """A phase of an engine. With a neighbour, the record has "by_neighbour": bytes that the engine got over its
+        link meanwhile, and as many as the neighbour has counted."""
+        limit, neighbour = min(90.0, self.clock.left()), self.neighbours.get(engine.name)
+        if neighbour is None:
+            return engine.ask(phase, limit)
+        given = {}
+        if phase == "foreign":
+            offered = neighbour.ask("offer", limit)
+            if "record" not in offered:
+                return offered
+            given = offered["record"]
+        before = self._links(engine, neighbour, limit)
+        made = engine.ask(phase, limit, **given)
+        if before and made.get("record") is not None:
+            after = self._links(engine, neighbour, limit)
+            made["record"]["by_neighbour"] = [b - a for a, b in zip(before, after, strict=True)]
+        return made
+
+    def _links(self, engine: Process, neighbour: Process, limit: float) -> list[int]:
+        if not configurations.lends(engine.name):
+            return []
+        asked = (engine.ask("links", limit), "got"), (neighbour.ask("links", limit), "given")
+        if missing := [made["failed"] for made, _ in asked if "failed" in made]:
+            raise Failed(f"{engine.name}: {missing[0]}")
+        return [made["record"][key] for made, key in asked]
 
     def _measure(self, regime_name: str, clock: Clock, skip: tuple[str, ...] = ()) -> None:
         asked = [phase for phase in self.options.phases.split(",") if phase not in skip]

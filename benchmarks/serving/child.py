@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving.configurations import shared_file
+from serving.configurations import remove_shared
 
 
 def _pinning(seconds: list[float]) -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     """One of vLLM's engines."""
     *what, descriptor = sys.argv[1:]
     status = serve(int(descriptor), lambda: _start(*what))
-    shared_file(os.getpid()).unlink(missing_ok=True)
+    remove_shared(os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the process's memory goes with it, so nothing is tidied up

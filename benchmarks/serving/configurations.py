@@ -22,6 +22,9 @@ NAMES = {
     "kvswap-overlap-ended": "as kvswap-overlap, loads are reported when they have ended (kvswap_overlap_ahead: false)",
     "kvswap-exact": "KVSwapConnector, blocks coded without loss (kvswap_codec: exact)",
     "kvswap-mxfp8": "KVSwapConnector, blocks coded in half the bytes, with loss (kvswap_codec: mxfp8)",
+    "kvswap-lend": "as kvswap, with a neighbour: an idle engine on the next GPU, and each lends its link (kvswap_lend)",
+    "kvswap-replicas": "as kvswap, with a neighbour on the next GPU that has the same host pool (kvswap_replicas)",
+    "kvswap-replicas-lend": "the same, and each lends its link",
     "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
     "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
@@ -41,15 +44,23 @@ def split(name: str) -> tuple[str, str]:
 
 _OVERLAP = ("kvswap-overlap", "kvswap-overlap-layers", "kvswap-overlap-ended")
 _CODECS = {"kvswap-exact": "exact", "kvswap-mxfp8": "mxfp8"}
-_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-files", *_OVERLAP, *_CODECS)
+_LEND = ("kvswap-lend", "kvswap-replicas-lend")
+_REPLICAS = ("kvswap-replicas", "kvswap-replicas-lend")
+_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-files", "kvswap-lend", *_REPLICAS, *_OVERLAP, *_CODECS)
 _LMCACHE = ("lmcache", "lmcache-inprocess")
 _WITH_SKIPPED = (*_CONNECTOR, "spec", "simple-kvswap")
-REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
+REPEATED = ("hits", "foreign", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
 
 
 def takes(name: str, phase: str) -> bool:
     """Whether a phase says anything about this configuration."""
     base, _ = split(name)
+    if phase == "meet":
+        return has_neighbour(name)
+    if phase == "foreign":
+        return base in _REPLICAS
+    if base in _REPLICAS and phase in ("stores", "scatter"):  # no block can be taken out of their pool
+        return False
     if base == "none":
         return phase in ("prepare", "store", "hits", "burst", "alone", "loads", "stores", "idle", "profile")
     if base == "nothing":
@@ -59,6 +70,16 @@ def takes(name: str, phase: str) -> bool:
     if base in _CODECS:  # a copy that is left out shows as a block that cannot be decoded, which is computed again
         return phase != "skipped"
     return phase != "skipped" or base in _WITH_SKIPPED
+
+
+def has_neighbour(name: str) -> bool:
+    """Whether a second engine runs beside it, on the next GPU."""
+    return lends(name) or split(name)[0] in _REPLICAS
+
+
+def lends(name: str) -> bool:
+    """Whether it and its neighbour lend each other their links."""
+    return split(name)[0] in _LEND
 
 
 def lossy(name: str) -> bool:
@@ -85,9 +106,10 @@ def environment(name: str) -> dict[str, str]:
     return {switches[base]: "1"} if base in switches else {}
 
 
-def shared_file(process: int) -> Path:
-    """Where vLLM's tiering spec has the host cache of the engine in this process."""
-    return Path(f"/dev/shm/vllm_offload_{_engine_id(process)}.mmap")
+def remove_shared(process: int) -> None:
+    """The files that vLLM has the host cache of the engine in this process in: some releases and specs."""
+    for path in Path("/dev/shm").glob(f"vllm_offload_{_engine_id(process)}.mmap*"):
+        path.unlink(missing_ok=True)
 
 
 def _engine_id(process: int) -> str:
@@ -148,6 +170,12 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         extra["kvswap_overlap"] = True
     if base == "kvswap-overlap-ended":
         extra["kvswap_overlap_ahead"] = False
+    if has_neighbour(name):
+        group = f"serving-{os.getppid()}"  # of the comparison, which has started both
+        extra.update({"kvswap_lend": group} if lends(name) else {})
+        extra.update({"kvswap_replicas": f"{group}{'-lend' * lends(name)}"} if base in _REPLICAS else {})
+        if base == "kvswap-lend" and regime.device == "cpu":  # where vLLM has a file for its host cache
+            extra.update(spec_name="TieringOffloadingSpec", secondary_tiers=[])
     if base in _CODECS:
         extra["kvswap_codec"] = _CODECS[base]
     if base in ("kvswap-layers", "kvswap-overlap-layers"):

@@ -8,14 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 from serving import spans
-from serving.configurations import lossy
+from serving.configurations import lends, lossy
 from serving.engine import LIMIT, Engine, Request, prompt
 from serving.models import BLOCK
 from serving.sums import Sums, compare, sums_of
 from serving.watch import Watch
 
 # Kinds of prompts: none shares a block with another. 0 is Engine's own.
-WARM, TRUTH, STORED, DECODERS, RESIDENT = range(1, 6)
+WARM, TRUTH, STORED, DECODERS, RESIDENT, FOREIGN = range(1, 7)
 ANSWER = 16  # tokens
 STORING = (
     2  # of a request whose blocks are to be stored: vLLM's simple connector stores with the step after, if one comes
@@ -39,6 +39,7 @@ class Phases:
         self.engine, self.regime = engine, engine.regime
         self.watch, self.spans = Watch(engine), spans.Spans(engine)
         self._decoders = 0  # prompts of decoders so far
+        self._offered = 0  # prompts that were computed for a neighbour
         self._loaded = 0  # of the prompts that store() computed, by the phases until now
         self._resident: dict[int, set[Any]] = {}  # keys of the host's blocks of what the GPU keeps, by prompt
 
@@ -71,6 +72,22 @@ class Phases:
         scattered = self._scatter() if self.regime.fragmented else 0
         self.watch.take()
         return {"scattered": scattered}
+
+    def meet(self) -> dict[str, Any]:
+        """Until this engine and its neighbour lend each other their links. An engine takes part while it is idle."""
+        begin = time.monotonic()
+        while lends(self.engine.name):
+            links = self.links()
+            if links["lenders"] and links["borrowers"]:
+                return {"waited_s": round(time.monotonic() - begin, 2), **links}
+            if time.monotonic() - begin > LIMIT:
+                raise TimeoutError(f"the engines do not lend each other their links after {LIMIT} s: {links}")
+            time.sleep(0.1)
+        return {}
+
+    def links(self) -> dict[str, Any]:
+        """What crossed the links of both engines so far; nothing where they do not lend them."""
+        return self.engine.each("serving_links")[0] if lends(self.engine.name) else {}
 
     def _scatter(self) -> int:
         """Host blocks are handed out in random order from now on. The number of them; 0: the connector is another."""
@@ -121,6 +138,30 @@ class Phases:
 
             done.append(self.engine.one(tokens, ANSWER, keep))
         return made, done
+
+    def offer(self) -> dict[str, Any]:
+        """Compute and store prompts that the neighbour is to load: their number, and the sums of their blocks."""
+        self.engine.forget()
+        first, self._offered = self._offered, self._offered + self.regime.truth
+        made, _ = self._summed(self._prompts(FOREIGN, self.regime.truth, first))
+        self.engine.settle()
+        return {"first": first, "sums": [[*place, list(sums)] for place, sums in made.items()]}
+
+    def foreign(self, first: int, sums: list[Any]) -> dict[str, Any]:
+        """Prompts that only the neighbour has computed: offer()'s."""
+        self.engine.forget()
+        self.watch.take()
+        prompts = self._prompts(FOREIGN, self.regime.truth, first)
+        done = [self.engine.one(tokens, 1) for tokens in prompts]
+        measured, cached = self.watch.take(), [request.cached for request in done]
+        self.engine.overwrite()
+        found, again = self._summed(prompts)
+        blocks, differ = compare({(name, group, at): tuple(of) for name, group, at, of in sums}, found)
+        whole = 2 * len(prompts)
+        return {
+            "ttft_ms": ms([request.ttft for request in done]), "cached": cached, "blocks": blocks, "differ": differ,
+            "short": self._short_of_hits(sum(cached) + sum(request.cached for request in again), whole), **measured,
+        }  # fmt: skip
 
     def skipped(self) -> dict[str, Any]:
         """A copy that kvswap leaves out has to show in what truth() compares."""

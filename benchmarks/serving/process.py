@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serving.configurations import shared_file
+from serving.configurations import remove_shared
 
 
 class Failed(Exception):
@@ -24,17 +24,24 @@ class Process:
     """A child with an engine, which starts at once; ready() waits for it."""
 
     def __init__(
-        self, name: str, regime: str, overrides: dict[str, Any], folder: Path, module: str = "serving.child"
+        self,
+        name: str,
+        regime: str,
+        overrides: dict[str, Any],
+        folder: Path,
+        module: str = "serving.child",
+        gpu: int | None = None,
     ) -> None:
+        """gpu: the only one that the engine sees; None: it sees all."""
         self.name = name
-        self.log = folder / f"log-{regime}-{name.replace(':', '_')}.txt"
+        self.log = folder / f"log-{regime}-{name.replace(':', '_')}{f'-gpu{gpu}' if gpu else ''}.txt"
         self._descriptor, theirs = os.pipe()
         self._answers = os.fdopen(self._descriptor)
         command = [sys.executable, "-m", module, name, regime, json.dumps(overrides), str(folder), str(theirs)]
         with self.log.open("w") as file:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, pass_fds=(theirs,),
-                start_new_session=True,
+                start_new_session=True, env=os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}),
             )  # fmt: skip
         os.close(theirs)
 
@@ -69,7 +76,7 @@ class Process:
                 os.killpg(self._child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(30)
-        shared_file(self._child.pid).unlink(missing_ok=True)
+        remove_shared(self._child.pid)
         self._answers.close()
         if self._child.stdin is not None:
             with contextlib.suppress(OSError):

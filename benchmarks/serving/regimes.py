@@ -72,11 +72,23 @@ REGIMES: dict[str, Regime] = {
     "one-tensor": Regime(runner="v1"),
     "mla": Regime(model=Model(kind="mla", hidden=2048), cpu_gib=9.0),
     "groups": Regime(model=Model(kind="groups", layers=16), gpu_blocks=4096, cpu_gib=16.0),  # a block is of one group
+    # An engine's host cache is in /dev/shm from 0.33 on, and that of kvswap-replicas in any case.
+    "neighbours": Regime(cpu_gib=2.75, prompts=3, hits=3, truth=2, resident=1, decoders=8, decode_tokens=16),
     "ranks2": Regime(ranks=2, cpu_gib=32.0),
     # vLLM counts a block that files have as missing while the host has no room for it: a burst has to fit.
     "files": Regime(model=Model(kv_heads=2), cpu_gib=2.0, at_once=12),
     "toy": _TOY,
     "toy-files": replace(_TOY, cpu_gib=0.0009, at_once=2),
+    "toy-neighbours": replace(  # a load is of 16 MiB and more, which links are lent for
+        _TOY,
+        model=Model(layers=8, kv_heads=8, hidden=512),
+        gpu_blocks=288,
+        cpu_gib=0.13,
+        length=1057,
+        truth=2,
+        max_len=1280,
+        batched=1280,
+    ),
     "toy-ranks": replace(_TOY, ranks=2),
     "toy-groups": replace(_TOY, model=replace(_TOY.model, kind="groups", window=64)),
 }

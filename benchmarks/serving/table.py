@@ -13,12 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from serving.configurations import NAMES, REPEATED, lossy, takes
+from serving.configurations import NAMES, REPEATED, has_neighbour, lossy, takes
 
 Turns = dict[tuple[int, int], tuple[float, float]]  # of each turn of a run: its figure, and the processor's probe
 LIKE = 1.15  # two turns are a pair if their probes differ by less: else the processor was faster for one of them
 Value = Callable[[dict[str, Any]], "float | None"]
-BASE = {"simple-kvswap": "simple"}  # compared to vLLM's own of its kind; the others to native
+# Compared to vLLM's own of its kind, or to kvswap without a neighbour; the others to native.
+BASE = {"simple-kvswap": "simple"} | dict.fromkeys(("kvswap-lend", "kvswap-replicas", "kvswap-replicas-lend"), "kvswap")
 
 
 def _middle(key: str) -> Value:
@@ -47,6 +48,15 @@ def _each_ms(direction: str) -> Value:
 
 def _run(direction: str) -> Value:
     return _of(direction, lambda made: made.get("host_blocks_a_run"))
+
+
+def _took(direction: str) -> Value:
+    return _of(direction, lambda made: median(made["took_ms"]) if made.get("took_ms") else None)
+
+
+def _by_neighbour(record: dict[str, Any]) -> float | None:
+    load = record.get("load", {}).get("bytes")
+    return record["by_neighbour"][0] / load if load and "by_neighbour" in record else None
 
 
 def _thread(direction: str) -> Value:
@@ -91,6 +101,10 @@ ROWS: list[tuple[str, str, Value]] = [
     ("submission of a store by the connector's thread, ms", "store", _thread("store")),
     ("loads on the device, GB/s", "hits", _speed("load")),
     ("a load on the device, ms", "hits", _each_ms("load")),
+    ("a load until vLLM saw that it had ended, ms", "hits", _took("load")),
+    ("of what is loaded, by the neighbour's link", "hits", _by_neighbour),
+    ("TTFT, the neighbour's prompt, ms", "foreign", _hit("ttft_ms", "cached")),
+    ("a load of the neighbour's prompt on the device, ms", "foreign", _each_ms("load")),
     ("stores on the device, GB/s", "store", _speed("store")),
     ("connector, a step with nothing to move, us", "idle", _middle("connector_us")),
 ]
@@ -235,6 +249,8 @@ def faults(lines: list[dict[str, Any]], name: str) -> list[str]:
         made += [f"NOT MEASURED: {where}: {reason}" for reason in record.get("short", ())]
         if line.get("phase") == "truth" and any(record.get("differ", ())):
             made.append(f"WRONG BYTES: {where}: {sum(record['differ'])} blocks differ")
+        if line.get("phase") == "foreign" and record.get("differ"):
+            made.append(f"WRONG BYTES: {where}: {record['differ']} blocks differ")
         if line.get("phase") == "skipped" and record.get("differ") == 0:
             made.append(f"NOT MEASURED: {where}: a copy that was left out did not show, so that truth proves nothing")
     for asked in (line for line in of if "asked" in line):
@@ -309,6 +325,26 @@ def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
     return made
 
 
+def _neighbours(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """What came over a neighbour's link, and what a neighbour had stored."""
+    bytes_of: dict[str, list[int]] = {}
+    foreign: dict[str, list[int]] = {}
+    for line in lines:
+        record = line.get("record") or {}
+        if line["regime"] == name and "by_neighbour" in record:
+            found = bytes_of.setdefault(line["config"], [0, 0])
+            bytes_of[line["config"]] = [a + b for a, b in zip(found, record["by_neighbour"], strict=True)]
+        if line["regime"] == name and line.get("phase") == "foreign" and record:
+            before = foreign.setdefault(line["config"], [0, 0])
+            foreign[line["config"]] = [before[0] + record["differ"], before[1] + record["blocks"]]
+    made = [
+        f"links, {config}: {got / 1e9:.3f} GB came over the neighbour's, which counted {given / 1e9:.3f}"
+        for config, (got, given) in bytes_of.items()
+    ]
+    made += [f"the neighbour's prompts, {config}: {bad} of {of} blocks differ" for config, (bad, of) in foreign.items()]
+    return made
+
+
 def tables(lines: list[dict[str, Any]]) -> str:
     """One a regime."""
     parts = []
@@ -325,6 +361,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         text += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
+        text += ["of configurations with a neighbour: to kvswap's"] if any(map(has_neighbour, configs)) else []
         text += _speeds(lines, name)
         text += [
             *_spreads(rows),
@@ -335,7 +372,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
             *_starts(lines, name),
             *_profiles(lines, name),
         ]
-        text += _truth(lines, name)
+        text += [*_neighbours(lines, name), *_truth(lines, name)]
         parts.append("\n".join(text))
     return "\n\n".join(parts)
 

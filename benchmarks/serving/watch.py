@@ -18,6 +18,7 @@ class Direction:
         self.begun: list[float] = []  # time.perf_counter() at each submission
         self.submitting: list[float] = []  # seconds in each
         self.seen: list[float] = []  # when a job was seen to have ended
+        self.took: list[float] = []  # seconds from a job's submission until then
         self.bytes = 0
         self.seconds = 0.0  # on the device
         self.blocks = self.runs = 0  # host blocks, and runs of neighbours among them
@@ -33,6 +34,7 @@ class Direction:
         """For the benchmark's record."""
         made: dict[str, Any] = {"jobs": len(self.seen), "bytes": self.bytes, "device_s": round(self.seconds, 6)}
         made["submit_ms"] = [round(1e3 * value, 4) for value in self.submitting]
+        made["took_ms"] = [round(1e3 * value, 4) for value in self.took]
         if self.threads:
             made["thread_ms"] = [round(1e3 * value, 4) for value in self.threads]
         if self.seconds:
@@ -49,7 +51,7 @@ class Watch:
     only waits for a load has none."""
 
     def __init__(self, engine: Engine) -> None:
-        self._kinds: dict[int, str] = {}
+        self._jobs: dict[int, tuple[str, float]] = {}  # direction, and when it was submitted
         self.store, self.load = Direction(), Direction()
         self.sees = False  # what is submitted
         worker = engine.transfers
@@ -75,10 +77,10 @@ class Watch:
 
     def _watched(self, kind: str, submit: Callable[..., Any]) -> Callable[..., Any]:
         def timed(job: int, source: Any, target: Any, **keywords: Any) -> Any:
-            self._kinds[job] = kind
             direction: Direction = getattr(self, kind)
             direction.count((target if kind == "store" else source).block_ids)
             begin = time.perf_counter()
+            self._jobs[job] = kind, begin
             direction.begun.append(begin)
             try:
                 return submit(job, source, target, **keywords)
@@ -117,8 +119,11 @@ class Watch:
         def counted(*args: Any, **keywords: Any) -> Any:
             results = finished(*args, **keywords)
             for result in results:
-                direction: Direction = getattr(self, self._kinds.pop(result.job_id, "load"))
-                direction.seen.append(time.perf_counter())
+                now = time.perf_counter()
+                kind, begin = self._jobs.pop(result.job_id, ("load", now))
+                direction: Direction = getattr(self, kind)
+                direction.seen.append(now)
+                direction.took.append(now - begin)
                 direction.bytes += result.transfer_size or 0
                 direction.seconds += result.transfer_time or 0.0
             return results

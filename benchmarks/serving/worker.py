@@ -94,6 +94,23 @@ class Worker:
         found: list[int] = total.tolist()
         return found
 
+    def serving_links(self) -> dict[str, int]:
+        """Under kvswap_lend: how many lend to this rank, and to how many it lends; bytes of both directions so far: got
+        over others' links, and given over its own."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()
+        member, lending = worker._watch.handlers[0].member, worker._lending()
+        stats = member.stats()
+        loans = [loan for loan in lending.loans if loan.lends] if lending else []
+        given = [loan.brought for loan in loans] or [(stats["brought_for_others_d2h"], stats["brought_for_others_h2d"])]
+        return {
+            "lenders": len(member.peers), "borrowers": len(loans) if lending else len(member.peers),
+            "registered": sum(loan.registered_nbytes for loan in loans),
+            "got": stats["brought_by_others_d2h"] + stats["brought_by_others_h2d"],
+            "given": sum(map(sum, given)),
+        }  # fmt: skip
+
     def serving_skip_one_copy(self) -> None:
         """kvswap leaves a copy out, until serving_skip_none()."""
         import torch

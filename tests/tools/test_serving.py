@@ -263,17 +263,101 @@ class TestProcess:
         assert engine._child.returncode == -9 and engine.log.name == "log-toy-native_dma.txt"
 
     def test_an_engine_that_ends_leaves_nothing_in_shared_memory(self, folder):
-        """vLLM's tiering spec makes the file, and only an engine that shuts down removes it."""
+        """vLLM makes the files (two, from 0.33 on), and only an engine that shuts down removes them."""
         from serving import configurations, process
         from serving.regimes import regime
 
-        extra = configurations.transfer_config("kvswap-files", regime("files", {}), folder)
-        assert str(configurations.shared_file(os.getpid())) == f"/dev/shm/vllm_offload_{extra['engine_id']}.mmap"
+        named = configurations.transfer_config("kvswap-files", regime("files", {}), folder)["engine_id"]
         engine = process.Process("none", "pages1k", {}, folder)
-        left = configurations.shared_file(engine._child.pid)
-        left.touch()
+        left = Path(f"/dev/shm/vllm_offload_{named.replace(str(os.getpid()), str(engine._child.pid))}.mmap")
+        files = left, Path(f"{left}.1")
+        for file in files:
+            file.touch()
         engine.end()
-        assert not left.exists()
+        assert not any(file.exists() for file in files)
+
+    def test_an_engine_sees_its_gpu(self, folder, monkeypatch):
+        """A stand-in for Python that answers with what it sees."""
+        from serving import process
+
+        says = folder / "says"
+        says.write_text('#!/bin/sh\nfor last; do :; done\necho "{\\"gpus\\": $CUDA_VISIBLE_DEVICES}" > /dev/fd/$last\n')
+        says.chmod(0o755)
+        monkeypatch.setattr(process.sys, "executable", str(says))
+        engine = process.Process("kvswap-lend", "toy-neighbours", {}, folder, gpu=1)
+        assert engine.ready(PATIENCE) == {"gpus": 1}
+        engine.end()
+        assert engine.log.name == "log-toy-neighbours-kvswap-lend-gpu1.txt"
+
+
+class TestNeighbours:
+    @pytest.mark.parametrize(
+        ("name", "keys"),
+        [
+            ("kvswap", set()),
+            ("kvswap-lend", {"kvswap_lend"}),
+            ("kvswap-replicas", {"kvswap_replicas"}),
+            ("kvswap-replicas-lend", {"kvswap_lend", "kvswap_replicas"}),
+        ],
+    )
+    def test_both_engines_have_the_same_names(self, name, keys, tmp_path):
+        from serving import configurations
+        from serving.regimes import regime
+
+        made = configurations.transfer_config(name, regime("neighbours", {}), tmp_path)
+        extra = made["kv_connector_extra_config"]
+        assert {key for key in extra if key in ("kvswap_lend", "kvswap_replicas")} == keys
+        assert all(f"serving-{os.getppid()}" in extra[key] for key in keys)
+        assert made["kv_connector"] == "KVSwapConnector" and "spec_name" not in extra
+        assert configurations.has_neighbour(name) == bool(keys)
+        assert configurations.takes(name, "foreign") == ("kvswap_replicas" in keys)
+
+    def test_what_a_neighbour_has_stored(self):
+        from serving import table
+
+        made = {"ttft_ms": [20.0], "cached": [4096], "blocks": 256, "differ": 0}
+        line = {"run": 1, "regime": "r", "config": "kvswap-replicas", "phase": "foreign", "repeat": 0}
+        text = table.tables([{**line, "record": made}])
+        assert "the neighbour's prompts, kvswap-replicas: 0 of 256 blocks differ" in text
+        assert "TTFT, the neighbour's prompt, ms  20" in text and "WRONG" not in text
+        wrong = [{**line, "record": {**made, "differ": 2}}]
+        assert "WRONG BYTES: kvswap-replicas, foreign, turn 0: 2 blocks differ" in table.faults(wrong, "r")
+
+    def test_what_came_over_its_link_and_the_ratio_to_no_neighbour(self):
+        from serving import table
+
+        alone, lent = hits("kvswap", 0, 20.0), hits("kvswap-lend", 0, 14.0)
+        for line, took in (alone, 10.0), (lent, 6.0):
+            line["record"]["load"] = {"bytes": 1 << 29, "device_s": took / 1e3, "jobs": 1, "submit_ms": [0.1]}
+        lent["record"]["by_neighbour"] = [1 << 28, 1 << 28]
+        text = table.tables([alone, lent])
+        assert "a load on the device, ms" in text and "6 (0.60)" in text and "14 (0.70)" in text
+        assert "links, kvswap-lend: 0.268 GB came over the neighbour's, which counted 0.268" in text
+        share = next(row for row in text.splitlines() if row.startswith("of what is loaded"))
+        assert share.split()[-2:] == ["-", "0.5"]
+
+
+class TestManaged:
+    @pytest.mark.parametrize("word", ["block", "chunk"])
+    def test_blocks_are_taken_out_and_scattered(self, word):
+        """vLLM's manager of the host's cache, as far as host.Managed looks at it, before 0.30 and since."""
+        from serving.host import host_of
+
+        there = {key: SimpleNamespace(ref_cnt=0, **{f"{word}_id": i}) for i, key in enumerate("abcd")}
+        policy = SimpleNamespace(get=there.get, remove=there.pop, **{f"{word}s": there})
+        counts = {f"_num_{word}s": 8, f"_num_evictable_cache_{word}s": 4, f"_num_allocated_{word}s": 4}
+        manager = SimpleNamespace(_policy=policy, _free_list=[], **counts)
+        free = manager._free_list
+        setattr(manager, f"_free_{word}", lambda block: free.append(getattr(block, f"{word}_id")))
+        scheduler = SimpleNamespace(manager=manager)
+        host = host_of(SimpleNamespace(connector_scheduler=scheduler, reset_cache=there.clear))
+        assert host.capacity() == 8 and host.keys() == set("abcd")
+        there["d"].ref_cnt = 1
+        assert not host.evict({"a", "d"}) and free == []
+        assert host.evict({"a", "c", "x"}) and free == [2, 0] and host.keys() == {"b", "d"}
+        assert getattr(manager, f"_num_evictable_cache_{word}s") == 2
+        assert host.scatter() == 8 and sorted(free) == list(range(8)) and free != sorted(free)
+        assert getattr(manager, f"_num_allocated_{word}s") == 8 and not host.keys()
 
 
 class Pool:
