@@ -8,7 +8,8 @@
  *
  * Checked after each step: no copy of another process touches a slot that its owner may use; a store that has ended is
  * not written any more. At the end: every job has ended, every block is right or reported, all slots are free, no piece
- * is under way, and nobody waits for what cannot come. A failure prints its steps.
+ * is under way, and nobody waits for what cannot come. Of coded blocks, those that do not fit are reported, and no
+ * others because of them. A failure prints its steps.
  *
  * The sockets are simulated (kvs_share_send and kvs_share_receive are here, not in share/wire.c): messages keep their
  * order within a link, and what was sent before an end is there after it. */
@@ -23,11 +24,21 @@
 #include "host/run.h"
 #include "host/state.h"
 #include "kvswap.h"
+#include "kvswap_codec.h"
 #include "share/bring.h"
 #include "share/receive.h"
 #include "share/share.h"
 
-enum { MEMBERS = 3, BLOCKS = 16, NBYTES = 64, JOBS = 6, WIRE = 64, MOST_ACTIONS = 64, MOST_STEPS = 4000 };
+enum {
+  MEMBERS = 3,
+  BLOCKS = 16,
+  NBYTES = 64,
+  MEMORY = 4096,
+  JOBS = 6,
+  WIRE = 64,
+  MOST_ACTIONS = 64,
+  MOST_STEPS = 4000
+};
 static const uint64_t MS = 1000000, BEGIN_NS = 1000000000;
 
 /* -- what is explored ---------------------------------------------------------------------------------------------- */
@@ -46,6 +57,8 @@ struct scenario {
   double share;
   bool roles;                                     /* member 0 only takes, and the others only bring */
   bool limited;                                   /* all links together reach only one and a half times one */
+  bool coded;                                     /* the host's blocks are */
+  uint32_t unfit;                                 /* coded: a bit for each block that does not fit its coded size */
   unsigned kills, losses, leaves, repeats, times; /* most of each in a run; times: that pass without need */
   unsigned njobs;
   struct job jobs[JOBS];
@@ -90,6 +103,11 @@ static const struct scenario cases[] = {
     {"load by one that only takes, kill", LOAD(4), .roles = true, .kills = 1},
     {"store by one that only takes, kill", STORE(4), .roles = true, .kills = 1, .times = 1},
     {"load and store, the host is the limit", LOAD_AND_STORE, .limited = true},
+    {"coded load", LOAD(5), .coded = true, .unfit = 1 << 4 | 1 << 0, .times = 1},
+    {"coded store", STORE(4), .coded = true, .unfit = 1 << 3 | 1 << 0, .kills = 1},
+    {"coded shared load", SHARED(KVS_H2D, 3), .coded = true, .unfit = 1 << 1, .times = 1},
+    {"coded shared store", SHARED(KVS_D2H, 4), .coded = true, .unfit = 1 << 1, .times = 1},
+    {"coded shared store, kill", SHARED(KVS_D2H, 3), .coded = true, .unfit = 1 << 1 | 1 << 2, .kills = 1},
     {"shared load of three, kill", OF_THREE(KVS_H2D), .kills = 1},
     {"shared store of three, kill", OF_THREE(KVS_D2H), .kills = 1},
 };
@@ -102,13 +120,13 @@ struct wire { /* to a member, from another */
   unsigned first, count;
   unsigned readable; /* in this round */
   bool closed;
-  bool stored;                     /* a REPORT was sent that all of a part is stored */
+  bool stored;                     /* a REPORT was sent that all of a part is stored, but for what does not fit */
   struct kvs_share_message answer; /* the last DONE that was read, without ids */
 };
 
 struct member {
   struct kvs_engine *engine;
-  struct kvs_pool *host_pool, *gpu_pool;
+  struct kvs_pool *host_pool, *coded_pool, *gpu_pool;
   unsigned char *gpu;
   struct kvs_share *share;
   int sockets[MEMBERS], watched[MEMBERS], process; /* by the other member; process: readable once it has ended */
@@ -123,7 +141,11 @@ struct member {
 
 static const struct scenario *asked;
 static struct member members[MEMBERS];
-static unsigned char *host;
+static unsigned char *host; /* the blocks of this case, of host_nbytes each */
+static uint64_t host_nbytes;
+static unsigned char *memory;
+static struct kvs_coding *coding;
+static uint64_t coded_nbytes;
 static struct kvs_share_job *jobs[JOBS];
 static bool submitted[JOBS], checked[JOBS];
 static uint32_t met[JOBS]; /* the members that were linked, or had been, when the job was submitted */
@@ -146,6 +168,8 @@ static void must(int status, const struct kvs_error *err, const char *what) {
 }
 
 static bool disturbed(void) { return kills || losses || leaves; }
+
+static bool is_unfit(unsigned block) { return asked->coded && asked->unfit >> block & 1; }
 
 /* -- the sockets --------------------------------------------------------------------------------------------------- */
 
@@ -175,7 +199,9 @@ bool kvs_share_send(int socket, struct kvs_share_message *message) {
     return false;
   }
   put_message(to, from, message);
-  members[to].wires[from].stored |= message->kind == KVS_SHARE_REPORT && !message->status && !message->count;
+  bool stored = message->kind == KVS_SHARE_REPORT && !message->status;
+  for (uint32_t i = 0; stored && i < message->count; i++) stored = is_unfit(message->ids[i]); /* it begins at block 0 */
+  members[to].wires[from].stored |= stored;
   check_takes(from, to, message);
   return true;
 }
@@ -301,11 +327,20 @@ static void check_slots(void) {
     }
 }
 
+/* Coded blocks are of bf16: with one exponent they fit, with all exponents they do not. */
 static unsigned char byte_of(unsigned first, unsigned block, unsigned i) {
+  if (asked->coded && i % 2 && !is_unfit(block)) return 0x3f;
   return (unsigned char)(first + 31 * block + 7 * i + (i >> 3));
 }
 
 static unsigned host_first(const struct job *job) { return job->direction == KVS_H2D ? 1 : 101; }
+
+/* Whether a coded block can be read. */
+static bool decode(const unsigned char *at, unsigned char *block) {
+  const struct kvs_blocks to = {.ptr = block};
+  uint8_t verdict;
+  return kvs_decode_blocks(coding, at, coded_nbytes, &to, 1, &verdict) == 0;
+}
 
 static bool right(const unsigned char *at, const struct job *job, unsigned block) {
   for (unsigned i = 0; i < NBYTES; i++)
@@ -313,7 +348,21 @@ static bool right(const unsigned char *at, const struct job *job, unsigned block
   return true;
 }
 
+static bool right_on_host(unsigned block, const struct job *job) {
+  unsigned char decoded[NBYTES];
+  const unsigned char *at = host + block * host_nbytes;
+  return asked->coded ? decode(at, decoded) && right(decoded, job, block) : right(at, job, block);
+}
+
 static unsigned gpu_block(const struct job *job, unsigned i) { return job->first + job->count - 1 - i; }
+
+/* A block that does not fit was failed by the job, and cannot be read on the host either. */
+static void check_unfit(unsigned at, unsigned position, bool failed) {
+  unsigned char ignored[NBYTES];
+  if (!failed) report("a block that does not fit is not reported", at, position);
+  if (decode(host + (asked->jobs[at].first + position) * host_nbytes, ignored))
+    report("a block that does not fit can be read on the host", at, position);
+}
 
 /* The report of a member that was there counts, also if it has ended since. A lost link may lose it, and time may. */
 static void check_failed(unsigned at, unsigned position) {
@@ -330,20 +379,21 @@ static void check_job(unsigned at) {
   uint32_t failed[BLOCKS];
   size_t nfailed = kvs_share_job_failed(jobs[at], failed, BLOCKS);
   bool may_fail = m->leaves || (job->key && job->direction == KVS_D2H && (disturbed() || now > BEGIN_NS));
-  if (nfailed && !may_fail) report("blocks are reported failed that nothing disturbed", at, failed[0]);
   for (unsigned i = 0, next = 0; i < job->count; i++) {
     unsigned block = job->first + i;
-    if (next < nfailed && failed[next] == i) {
-      next++;
-      check_failed(at, i);
-      continue;
-    }
-    bool in = job->direction == KVS_H2D;
-    if (!right(in ? m->gpu + gpu_block(job, i) * NBYTES : host + block * NBYTES, job, block))
-      report("a block is wrong, and not reported", at, i);
+    bool in = job->direction == KVS_H2D, fails = next < nfailed && failed[next] == i;
+    next += fails;
     for (unsigned other = 0; other < asked->members && !in && !job->key; other++)
-      if (copies_touch(other, (uintptr_t)(host + block * NBYTES), NBYTES, true))
+      if (copies_touch(other, (uintptr_t)(host + block * host_nbytes), host_nbytes, true))
         report("a store has ended, and is still written", at, i);
+    if (is_unfit(block)) {
+      check_unfit(at, i, fails);
+    } else if (fails) {
+      if (!may_fail) report("blocks are reported failed that nothing disturbed", at, i);
+      check_failed(at, i);
+    } else if (!(in ? right(m->gpu + gpu_block(job, i) * NBYTES, job, block) : right_on_host(block, job))) {
+      report("a block is wrong, and not reported", at, i);
+    }
   }
 }
 
@@ -386,18 +436,32 @@ static void check_end(void) {
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
 
+static void open_coding(void) {
+  const struct kvs_coding_layout layout = {.block_nbytes = NBYTES, .codec = "exact"};
+  struct kvs_coding_info info;
+  struct kvs_error err = {0};
+  must(kvs_coding_open(&layout, &coding, &err), &err, "coding");
+  kvs_coding_get_info(coding, &info);
+  coded_nbytes = info.coded_nbytes;
+  if (BLOCKS * (NBYTES + coded_nbytes) > MEMORY) exit(2);
+}
+
 static void open_device(unsigned rank) {
   struct member *m = &members[rank];
   struct kvs_error err = {0};
   uint64_t gpu = 0;
   must(kvs_engine_open_deterministic(1 + rank, &m->engine, &err), &err, "open");
-  must(kvs_engine_register(m->engine, (uintptr_t)host, (size_t)BLOCKS * NBYTES, &err), &err, "register");
+  must(kvs_engine_register(m->engine, (uintptr_t)memory, MEMORY, &err), &err, "register");
   must(kvs_engine_alloc(m->engine, (size_t)BLOCKS * NBYTES, false, &gpu, &err), &err, "alloc");
   m->gpu = (unsigned char *)(uintptr_t)gpu;
-  struct kvs_pool_layout layout = {.ptr = (uintptr_t)host, .num_blocks = BLOCKS, .block_nbytes = NBYTES};
+  struct kvs_pool_layout layout = {.ptr = (uintptr_t)memory, .num_blocks = BLOCKS, .block_nbytes = NBYTES};
   must(kvs_pool_open(m->engine, &layout, &m->host_pool, &err), &err, "pool");
   layout.ptr = gpu;
   must(kvs_pool_open(m->engine, &layout, &m->gpu_pool, &err), &err, "pool");
+  layout.ptr = (uintptr_t)memory + BLOCKS * NBYTES;
+  layout.block_nbytes = coded_nbytes;
+  layout.coding = coding;
+  must(kvs_pool_open(m->engine, &layout, &m->coded_pool, &err), &err, "pool");
 }
 
 static void open_member(unsigned rank) {
@@ -407,17 +471,21 @@ static void open_member(unsigned rank) {
   tuning->host_links = asked->limited ? 2 : 0;
   for (int way = 0; way < 2; way++) tuning->link_gbps[way] = 50;
   for (int sum = 0; sum < 3; sum++) tuning->host_gbps[sum] = 75;
-  *m = (struct member){.engine = m->engine, .host_pool = m->host_pool, .gpu_pool = m->gpu_pool, .gpu = m->gpu};
+  *m = (struct member){.engine = m->engine,
+                       .host_pool = m->host_pool,
+                       .coded_pool = m->coded_pool,
+                       .gpu_pool = m->gpu_pool,
+                       .gpu = m->gpu};
   m->process = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   for (unsigned other = 0; other < MEMBERS; other++) m->sockets[other] = m->watched[other] = -1;
-  const struct kvs_share_options options = {.host_pools = &m->host_pool,
+  const struct kvs_share_options options = {.host_pools = asked->coded ? &m->coded_pool : &m->host_pool,
                                             .gpu_pools = asked->roles && rank ? NULL : &m->gpu_pool,
                                             .takes_only = asked->roles && !rank,
                                             .npools = 1,
                                             .host = (uintptr_t)host,
-                                            .block_nbytes = NBYTES,
+                                            .block_nbytes = host_nbytes,
                                             .num_blocks = BLOCKS,
-                                            .piece_nbytes = asked->blocks_a_piece * NBYTES,
+                                            .piece_nbytes = asked->blocks_a_piece * host_nbytes,
                                             .slots = asked->slots,
                                             .share = asked->share,
                                             .stall_ns = 20 * MS,
@@ -451,6 +519,8 @@ static void link_members(unsigned a, unsigned b) {
 }
 
 static void open_all(void) {
+  host = memory + (asked->coded ? BLOCKS * NBYTES : 0);
+  host_nbytes = asked->coded ? coded_nbytes : NBYTES;
   for (unsigned i = 0; i < asked->members; i++) open_member(i);
   for (unsigned i = 0; i < asked->members; i++)
     for (unsigned j = 0; j < i; j++) link_members(j, i);
@@ -492,12 +562,26 @@ static void close_all(void) {
   for (unsigned i = 0; i < asked->members; i++) close_member(i);
 }
 
+static void put_block(unsigned char *at, const struct job *job, unsigned block) {
+  for (unsigned i = 0; i < NBYTES; i++) at[i] = byte_of(host_first(job), block, i);
+}
+
+static void put_on_host(const struct job *job, unsigned block) {
+  unsigned char bytes[NBYTES], *at = host + block * host_nbytes;
+  const struct kvs_blocks from = {.ptr = bytes};
+  uint8_t verdict;
+  put_block(asked->coded ? bytes : at, job, block);
+  if (!asked->coded) return;
+  size_t unfit = kvs_encode_blocks(coding, &from, UINT64_MAX, at, coded_nbytes, 1, &verdict);
+  if (unfit != is_unfit(block)) report("a block fits, or does not, against what the case says", block, verdict);
+}
+
 static void begin_run(void) {
   now = BEGIN_NS;
   base += 16;
   kills = losses = leaves = repeats = times = 0;
   wrong = NULL;
-  memset(host, 0xEE, (size_t)BLOCKS * NBYTES);
+  memset(host, 0xEE, (size_t)(BLOCKS * host_nbytes));
   for (unsigned i = 0; i < asked->members; i++) {
     struct member *m = &members[i];
     memset(m->gpu, 0xDD, (size_t)BLOCKS * NBYTES);
@@ -515,13 +599,10 @@ static void begin_run(void) {
     const struct job *job = &asked->jobs[i];
     submitted[i] = checked[i] = false;
     for (unsigned b = 0; b < job->count; b++)
-      for (unsigned k = 0; k < NBYTES; k++) {
-        unsigned char byte = byte_of(host_first(job), job->first + b, k);
-        if (job->direction == KVS_H2D)
-          host[(job->first + b) * NBYTES + k] = byte;
-        else
-          members[job->member].gpu[gpu_block(job, b) * NBYTES + k] = byte;
-      }
+      if (job->direction == KVS_H2D)
+        put_on_host(job, job->first + b);
+      else
+        put_block(members[job->member].gpu + gpu_block(job, b) * NBYTES, job, job->first + b);
   }
 }
 
@@ -790,7 +871,7 @@ static void mix_address(unsigned member, uint64_t at) {
   const struct kvs_share *share = members[member].share;
   struct {
     uint64_t base, nbytes;
-  } known[3 + 2 * MEMBERS] = {{(uintptr_t)host, BLOCKS * NBYTES},
+  } known[3 + 2 * MEMBERS] = {{(uintptr_t)host, BLOCKS * host_nbytes},
                               {(uintptr_t)members[member].gpu, BLOCKS * NBYTES},
                               {share->bounce_memory, KVS_SHARE_BOUNCES * share->slot_nbytes}};
   for (unsigned i = 0; i < asked->members; i++) {
@@ -932,7 +1013,7 @@ static uint64_t state_hash(void) {
   mixed = 1;
   mix(kills << 24 | losses << 16 | leaves << 8 | times), mix(repeats);
   for (unsigned i = 0; i < asked->njobs; i++) mix(submitted[i]), mix(job_over(i));
-  mix_bytes(host, BLOCKS * NBYTES);
+  mix_bytes(host, BLOCKS * host_nbytes);
   for (unsigned i = 0; i < asked->members; i++) mix_member(i);
   return mixed | 1;
 }
@@ -1068,6 +1149,8 @@ static struct scenario draw(uint64_t *random) {
   made.leaves = (unsigned)check_below(random, 2);
   made.repeats = (unsigned)check_below(random, 3);
   made.times = (unsigned)check_below(random, 6);
+  made.coded = check_below(random, 3) == 0;
+  made.unfit = (uint32_t)check_below(random, 1 << BLOCKS) & (uint32_t)check_below(random, 1 << BLOCKS);
   for (unsigned i = 0; shared && i < made.members; i++)
     made.jobs[made.njobs++] = (struct job){i, direction, 1, 0, shared, false};
   for (unsigned i = 0; i < 2; i++) {
@@ -1095,16 +1178,19 @@ static void explore_at_random(uint64_t seed, uint64_t most) {
 int main(int argc, char **argv) {
   bool at_random = argc > 1 && !strcmp(argv[1], "random"), all = argc < 2 || !strcmp(argv[1], "all");
   uint64_t given = argc > 2 ? strtoull(argv[2], NULL, 10) : 0;
-  host = aligned_alloc(4096, 4096);
+  memory = aligned_alloc(4096, MEMORY);
+  open_coding();
   for (unsigned i = 0; i < MEMBERS; i++) open_device(i);
   for (unsigned i = 0; i < CASES && !checks_failed; i++)
     if (all || !strcmp(argv[1], cases[i].name)) explore(&cases[i], given ? given : 200);
   if (at_random || argc < 2) explore_at_random(given ? given : 1, argc > 3 ? strtoull(argv[3], NULL, 10) : 50);
   for (unsigned i = 0; i < MEMBERS; i++) {
     kvs_pool_unref(members[i].host_pool);
+    kvs_pool_unref(members[i].coded_pool);
     kvs_pool_unref(members[i].gpu_pool);
     kvs_engine_unref(members[i].engine);
   }
-  free(host);
+  kvs_coding_close(coding);
+  free(memory);
   return check_close();
 }

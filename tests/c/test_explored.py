@@ -93,6 +93,22 @@ FAULTS = [
         "shared store that one does not call",
         "nothing goes on, and a job has not ended",
     ),
+    (
+        "a report names no block that does not fit",
+        "receive.c",
+        "if (job->failed[i] && part_of_block",
+        "if (0 && part_of_block",
+        "coded shared store",
+        "a block that does not fit is not reported",
+    ),
+    (
+        "a block that does not fit is passed on",
+        "receive.c",
+        "= is_good(share, job, own->pieces[piece]);",
+        "= is_good(share, job, own->pieces[piece]) || 1;",
+        "coded shared load",
+        "a block that does not fit is not reported",
+    ),
 ]
 
 
