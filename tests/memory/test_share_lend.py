@@ -180,7 +180,9 @@ def check_lent(engine: Engine) -> None:
         found = [a + b for a, b in zip(found, engine.check(), strict=True)]
 
 
-def test_each_lends_to_the_other(here: Engine, name: str) -> None:
+def test_each_lends_to_the_other(here: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_loan, "CHUNK", 1 << 20)  # several registrations
+
     def shown(device: str) -> list[tuple[int, int]]:
         rows = metrics.snapshot()["share"]
         return [(row["lenders"], row["borrowers"]) for row in rows if row["device"] == device]
