@@ -212,35 +212,46 @@ static void test_members(void) {
 
 /* -- roles --------------------------------------------------------------------------------------------------------- */
 
-enum { CELL = 1000, OWNED = 300 }; /* the bytes of a row of NBYTES that are the owner's; its blocks */
+enum {
+  CELL = 1000, /* the bytes of a row of NBYTES that are the owner's */
+  OWNED = 300, /* its blocks */
+  PARTS = 2,   /* of a block: row OWNED + i has the second part of block i */
+  CELLS = PARTS * OWNED,
+};
 
 /* The owner of rows, whose stores may write its cells only, and a lender that has no blocks. */
 static unsigned char *rows, *blocks;
 
-static void open_roles(struct kvs_share *shares[2], struct kvs_pool *cells[2], struct kvs_pool **gpu) {
+static void open_roles(struct kvs_share *shares[2], struct kvs_pool *cells[2][PARTS], struct kvs_pool *gpu[PARTS]) {
   struct kvs_error err = {0};
   uint64_t ptr;
-  rows = calloc(OWNED, NBYTES);
-  CHECK(!kvs_engine_alloc(members[0].engine, (size_t)OWNED * CELL, false, &ptr, &err), "%s", err.message);
+  rows = calloc(CELLS, NBYTES);
+  CHECK(!kvs_engine_alloc(members[0].engine, (size_t)CELLS * CELL, false, &ptr, &err), "%s", err.message);
   blocks = (unsigned char *)(uintptr_t)ptr;
   for (int i = 0; i < 2; i++)
-    CHECK(!kvs_engine_register(members[i].engine, (uintptr_t)rows, (size_t)OWNED * NBYTES, &err), "%s", err.message);
+    CHECK(!kvs_engine_register(members[i].engine, (uintptr_t)rows, (size_t)CELLS * NBYTES, &err), "%s", err.message);
   for (int i = 0; i < 2; i++) {
-    struct kvs_pool_layout layout = {
-        .ptr = (uintptr_t)rows + CELL, .num_blocks = OWNED, .block_nbytes = CELL, .stride = NBYTES};
-    CHECK(!kvs_pool_open(members[i].engine, &layout, &cells[i], &err), "%s", err.message);
-    layout.ptr = ptr;
-    layout.stride = CELL;
-    if (i == 0) CHECK(!kvs_pool_open(members[0].engine, &layout, gpu, &err), "%s", err.message);
-    const struct kvs_share_options options = {.host_pools = &cells[i],
+    for (uint64_t part = 0; part < PARTS; part++) {
+      struct kvs_pool_layout layout = {.ptr = (uintptr_t)rows + CELL + part * OWNED * NBYTES,
+                                       .num_blocks = OWNED,
+                                       .block_nbytes = CELL,
+                                       .stride = NBYTES};
+      CHECK(!kvs_pool_open(members[i].engine, &layout, &cells[i][part], &err), "%s", err.message);
+      layout.ptr = ptr + part * OWNED * CELL;
+      layout.stride = CELL;
+      if (i == 0) CHECK(!kvs_pool_open(members[0].engine, &layout, &gpu[part], &err), "%s", err.message);
+    }
+    const struct kvs_share_options options = {.host_pools = cells[i],
                                               .gpu_pools = i ? NULL : gpu,
-                                              .npools = 1,
+                                              .npools = PARTS,
                                               .host = (uintptr_t)rows + CELL,
-                                              .block_nbytes = CELL,
+                                              .block_nbytes = PARTS * CELL,
                                               .stride = NBYTES,
+                                              .parts = PARTS,
+                                              .part_stride = (uint64_t)OWNED * NBYTES,
                                               .takes_only = i == 0,
                                               .num_blocks = OWNED,
-                                              .piece_nbytes = (uint64_t)4 * CELL,
+                                              .piece_nbytes = (uint64_t)4 * PARTS * CELL,
                                               .slots = 4,
                                               .share = 10,
                                               .stall_ns = (uint64_t)SECONDS,
@@ -265,31 +276,31 @@ static void link_roles(struct kvs_share *shares[2]) {
 
 static void test_roles(void) {
   struct kvs_share *shares[2];
-  struct kvs_pool *cells[2], *gpu;
+  struct kvs_pool *cells[2][PARTS], *gpu[PARTS];
   struct kvs_share_stats stats[2];
   struct kvs_share_job *job;
   struct kvs_error err = {0};
   int64_t ids[OWNED];
   uint64_t random = 5;
-  unsigned char *wanted = malloc((size_t)OWNED * NBYTES);
+  unsigned char *wanted = malloc((size_t)CELLS * NBYTES);
   for (int64_t i = 0; i < OWNED; i++) ids[i] = i;
   const struct kvs_ids all = {ids, 8, OWNED};
-  open_roles(shares, cells, &gpu);
+  open_roles(shares, cells, gpu);
   link_roles(shares);
   CHECK(kvs_share_submit(shares[1], KVS_D2H, &all, &all, NULL, NULL, &job, &err) == KVS_UNSUPPORTED, "%s", err.message);
   kvs_share_get_stats(shares[0], &stats[0]);
   for (int round = 0; round < 100 && (!stats[0].brought_by_others[0] || !stats[0].brought_by_others[1]); round++) {
-    for (int i = 0; i < OWNED; i++) memset(blocks + i * CELL, (int)check_random(&random), CELL);
-    memcpy(wanted, rows, (size_t)OWNED * NBYTES);
-    for (int i = 0; i < OWNED; i++) memcpy(wanted + CELL + i * NBYTES, blocks + i * CELL, CELL);
+    for (int i = 0; i < CELLS; i++) memset(blocks + i * CELL, (int)check_random(&random), CELL);
+    memcpy(wanted, rows, (size_t)CELLS * NBYTES);
+    for (int i = 0; i < CELLS; i++) memcpy(wanted + CELL + i * NBYTES, blocks + i * CELL, CELL);
     for (int direction = 0; direction < 2; direction++) {
       int status = kvs_share_submit(shares[0], (enum kvs_direction)direction, &all, &all, NULL, NULL, &job, &err);
       CHECK(!status && !kvs_share_job_wait(job, 60 * SECONDS, &err), "%s", err.message);
       kvs_share_job_unref(job);
-      CHECK(!memcmp(rows, wanted, (size_t)OWNED * NBYTES), "rows after a transfer, direction %d", direction);
-      if (!direction) memset(blocks, 0, (size_t)OWNED * CELL);
+      CHECK(!memcmp(rows, wanted, (size_t)CELLS * NBYTES), "rows after a transfer, direction %d", direction);
+      if (!direction) memset(blocks, 0, (size_t)CELLS * CELL);
     }
-    for (int i = 0; i < OWNED; i++) CHECK(!memcmp(blocks + i * CELL, wanted + CELL + i * NBYTES, CELL));
+    for (int i = 0; i < CELLS; i++) CHECK(!memcmp(blocks + i * CELL, wanted + CELL + i * NBYTES, CELL));
     for (int i = 0; i < 2; i++) kvs_share_get_stats(shares[i], &stats[i]);
   }
   CHECK(stats[0].brought_by_others[KVS_D2H] && stats[0].brought_by_others[KVS_H2D]);
@@ -297,9 +308,9 @@ static void test_roles(void) {
   for (int i = 0; i < 2; i++) {
     CHECK(!kvs_share_close(shares[i], 60 * SECONDS, &err), "%s", err.message);
     kvs_share_unref(shares[i]);
-    kvs_pool_unref(cells[i]);
+    for (int part = 0; part < PARTS; part++) kvs_pool_unref(cells[i][part]);
   }
-  kvs_pool_unref(gpu);
+  for (int part = 0; part < PARTS; part++) kvs_pool_unref(gpu[part]);
   free(wanted);
 }
 
