@@ -61,7 +61,7 @@ class Worker:
         self.kind: Literal["bytes", "coarse"] = "coarse" if codec else "bytes"  # coarse: which each codec gives back
         slot = layers * (coding.coded_nbytes if coding else page)
         if own:
-            self.own_memory()
+            self.own_memory(slot, coding)
         else:
             self.memory = SharedPool(name, blocks, slot, create=self.rank == 0, layers=layers, device=self.device)
             self.host = share._pools_of(self.memory, [coding] * layers)
@@ -80,13 +80,13 @@ class Worker:
         self.bare = [kvswap.Pool(self.device, each, 1, self.nbytes) for each in memory]
         return {"rank": self.rank, "registered MiB": blocks * slot >> 20, "seconds": took}
 
-    def own_memory(self) -> None:
+    def own_memory(self, row: int, coding: Any) -> None:
         """As an engine's: a file without a name."""
         import numpy as np
 
         import kvswap
 
-        row = self.layers * self.page
+        self.row, page = row, row // self.layers
         self.fd = os.memfd_create("bench")
         os.ftruncate(self.fd, self.blocks * row)
         self.rows = np.frombuffer(mmap.mmap(self.fd, self.blocks * row), np.uint8)
@@ -95,8 +95,8 @@ class Worker:
         hosts: list[Any] = []
         for i in range(self.layers):
             more: Any = {"group": hosts[0]} if i else {}
-            at = self.rows.ctypes.data + i * self.page
-            hosts.append(kvswap.Pool(self.device, at, self.blocks, self.page, stride=row, **more))
+            at = self.rows.ctypes.data + i * page
+            hosts.append(kvswap.Pool(self.device, at, self.blocks, page, stride=row, coding=coding, **more))
         self.host = tuple(hosts)
 
     def close(self) -> dict[str, Any]:
@@ -115,8 +115,8 @@ class Worker:
 
         begin = time.perf_counter()
         there = os.fstat(self.fd)
-        ptr, row = self.rows.ctypes.data, self.layers * self.page
-        place = Place(ptr, row, self.blocks, f"bench {there.st_dev}", there.st_ino, True)
+        ptr = self.rows.ctypes.data
+        place = Place(ptr, self.row, self.blocks, f"bench {there.st_dev}", there.st_ino, True)
         name, engine = group if lend else f"{group}.{self.rank}", f"engine {self.rank} of {os.getpid()}"
         self.lending = _lend.Lending(
             name, engine, place, tuple(self.pools), tuple(self.host), _lend.HostFile(self.fd, 0, ptr), lenders=15,
@@ -416,8 +416,6 @@ def main() -> int:
     parser.add_argument("--stall", type=float, default=0.02, help="seconds, as of join() (default 0.02)")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.lend and options.codec:
-        parser.error("--codec is of one pool that all have registered, so without --lend")
     if options.work:
         work(options.work[0], int(options.work[1]))
         return 0

@@ -30,7 +30,7 @@ codec-mla;0.26.0 0.33.0;--codec exact --gpu-blocks 600 --mla
 codec-overlap-ranks;0.26.0 0.30.0 0.31.0 0.32.0 0.33.0;--codec exact --gpu-blocks 600 --overlap --async-scheduling $ranks
 hybrid;0.26.0 0.33.0;--hybrid
 lend;0.30.0 0.31.0 0.32.0 0.33.0;--lend --gpu-blocks 200 --spec KVSwapTieringOffloadingSpec
-lend-codec;0.30.0;--lend --codec exact --gpu-blocks 300 --spec KVSwapTieringOffloadingSpec
+lend-codec;0.30.0;--lend --codec mxfp8 --gpu-blocks 300 --spec KVSwapTieringOffloadingSpec
 lend-codec-ranks;0.33.0;--lend --codec exact --gpu-blocks 300 $ranks
 lend-ranks;0.33.0;--lend --gpu-blocks 120 $ranks
 mla;0.26.0;--mla

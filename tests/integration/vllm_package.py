@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overlap", action="store_true", help="kvswap_overlap: layers are read behind their load")
     parser.add_argument("--shared-ms", type=float, default=1.0, help="kvswap_overlap_shared_ms")
     parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
-    parser.add_argument("--codec", choices=["exact"], help="kvswap_codec, for a cache of bfloat16; no faults")
+    parser.add_argument("--codec", choices=["exact", "mxfp8"], help="kvswap_codec, for a cache of bfloat16")
     parser.add_argument("--keep", type=int, action="append", default=[], help="kvswap_codec_keep: a layer")
     parser.add_argument("--share", action="store_true", help="kvswap_share: ranks load what is the same on them once")
     parser.add_argument("--lend", action="store_true", help="kvswap_lend: two engines lend each other their links")

@@ -147,7 +147,7 @@ def other_codec(another: Any, options: argparse.Namespace, say: Any) -> None:
 
 def unfit(engines: Any, options: argparse.Namespace, prompt: Any, chunk: int, say: Any) -> None:
     """A block that does not fit on rank 1 is no hit of any engine."""
-    if options.ranks == 1:
+    if options.ranks == 1 or options.codec != "exact":
         return
     engine, other = engines
     tokens = prompt(26, 13)

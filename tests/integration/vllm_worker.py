@@ -304,15 +304,15 @@ def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig
 def expected(rank: int, name: str, tokens: tuple[int, ...], codec: str | None = None, unfit: int = 1) -> torch.Tensor:
     """What a block of a rank holds that ends these tokens: 56 bits of their hash begin a random page. With a codec it
     is bfloat16 with random signs and mantissas, and exponents in a window of 12; UNFIT makes one of rank `unfit` with
-    all exponents."""
+    all exponents under `exact`. The mantissas have 3 bits under `mxfp8`, which gives such values back."""
     seed = int.from_bytes(sha256((rank, name, tokens))[:7], "big")
     generator = torch.Generator().manual_seed(seed)
     page = torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=generator)
-    if codec is None or (rank, name, tokens[-1]) == (unfit, *UNFIT):
+    if codec is None or (codec == "exact" and (rank, name, tokens[-1]) == (unfit, *UNFIT)):
         return page
     words = page.view(torch.int16).to(torch.int32) & 0xFFFF
     exponents = 120 + torch.randint(0, 12, words.shape, dtype=torch.int32, generator=generator)
-    words = words & 0x807F | exponents << 7
+    words = words & (0x807F if codec == "exact" else 0x8070) | exponents << 7
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint8)
 
 
