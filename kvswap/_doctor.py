@@ -26,7 +26,10 @@ from kvswap import _C, info
 from kvswap._devices import DeviceInfo, devices
 from kvswap._doctor_config import Configuration
 from kvswap._engines import ENGINES, Engine
+from kvswap._replicas import held_nbytes
+from kvswap._top_socket import folder_path
 from kvswap.replay.units import format_size
+from kvswap.share._meet import Group, Loan, Stray, groups, loans, strays
 
 State = Literal["ok", "warning", "error"]
 LIMIT = 8.0  # seconds for all checks; the command itself takes less than one more
@@ -58,6 +61,14 @@ CURES = {
     "mooncake-several": "uninstall all but one of them",
     "key-ignored": "remove the key, or correct it: the engine's page of the documentation lists them",
     "directory-full": "a smaller capacity, or free space on that file system",
+    "lend-apart": "{cure}",
+    "lend-alone": "start another engine on this machine with the same name: kvswap_lend or kvswap_replicas in "
+    "vLLM, KVSWAP_SGLANG_LEND in SGLang; or leave it out",
+    "lend-none": "look for kvswap.share in the engines' logs: lines with 'no link is lent', 'is not offered' and "
+    "'takes no part' say why. An engine begins to lend only while it is idle, and an engine that sleeps lends nothing",
+    "lend-one-gpu": "leave out kvswap_lend; or run this command with the CUDA_VISIBLE_DEVICES of all engines together",
+    "no-peers": "nvidia-smi topo -p2p r shows which GPUs reach each other; in a virtual machine, or where an IOMMU is "
+    "on, the host must permit it",
     "slow": "run kvswap info beside it, to see what hangs: dmesg names a driver that does not answer",
 }
 FATAL = {
@@ -181,7 +192,7 @@ def _memlock(asked: Asked) -> _Findings:
 
 
 def _shm(asked: Asked) -> _Findings:
-    needed = max(_LITTLE, asked.configuration.host_nbytes if asked.configuration else 0)
+    needed = max(_LITTLE, _needed(asked))
     try:
         there = os.statvfs(f"{asked.root}/dev/shm")
     except OSError as error:
@@ -199,7 +210,7 @@ def _memory(asked: Asked) -> _Findings:
     found = _C._host_memory(asked.root)
     limit = "" if found["group_max"] == _UNKNOWN else f", limit {format_size(found['group_max'])} by {found['group']}"
     text = f"{format_size(found['available'])} of {format_size(found['total'])} can be allocated{limit}"
-    needed = asked.configuration.host_nbytes if asked.configuration else 0
+    needed = _needed(asked)
     if found["available"] < needed:
         yield _bad("memory-short", f"{text}; cpu_bytes_to_use is {format_size(needed)}")
     elif found["available"] < _LITTLE:
@@ -223,6 +234,15 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def _needed(asked: Asked) -> int:
+    """Bytes of host memory that an engine with the configuration still takes."""
+    given = asked.configuration
+    if given is None:
+        return 0
+    held = held_nbytes(given.replicas, asked.root) if given.replicas else 0
+    return max(0, given.host_nbytes - held)
 
 
 def _allowed_nodes(root: str) -> set[int]:
@@ -260,6 +280,73 @@ def _numa(asked: Asked) -> _Findings:
                        "not use: copies cross the sockets", node=node)  # fmt: skip
     if not away:
         yield _ok(f"{max(1, len(nodes))} node{'s' * (len(nodes) > 1)}")
+
+
+def _lend(asked: Asked) -> _Findings:
+    """Engines that lend each other their links, and those that would."""
+    wanted = asked.configuration.lend if asked.configuration and not asked.configuration.replicas else ""
+    here, apart = loans(asked.root), strays(asked.root)
+    gpus = sum(device.kind == "cuda" for device in devices())
+    if wanted and gpus == 1:
+        yield _bad("lend-one-gpu", "kvswap_lend: this command sees one GPU, and a link is lent by another one")
+    if here or (asked.configuration and asked.configuration.lend):
+        yield from _peers(gpus)
+    for group in groups(asked.root):
+        if group.name.startswith("replicas-"):  # with kvswap_lend
+            yield _lend_of_replicas(group)
+    for name in sorted({one.name for one in here} | {one.name for one in apart} | {wanted} - {""}):
+        yield from _lend_of(name, name == wanted, [one for one in here if one.name == name],
+                            [one for one in apart if one.name == name])  # fmt: skip
+
+
+def _lend_of(name: str, wanted: bool, here: list[Loan], apart: list[Stray]) -> _Findings:
+    folders = {one.folder: one.uid for one in apart}
+    own = first = str(folder_path())
+    if apart and not (here or wanted):
+        first = next(iter(folders))
+        del folders[first]
+    for folder, uid in folders.items():
+        count = sum(one.folder == folder for one in apart)
+        text = f"{name}: {count} processes with sockets in {folder} do not find those with sockets in {first}"
+        yield _bad("lend-apart", text, cure=_cure_apart(folder == own, uid))
+    if apart and not folders:
+        yield _ok(f"{name}: {len(apart)} processes with sockets in {apart[0].folder}, where this command cannot look")
+    without = sum(not one.lenders for one in here)
+    if here and len({one.engine for one in here}) == 1:
+        yield _bad("lend-alone", f"{name}: one engine is here, and no other that lends it a link")
+    elif without:
+        yield _bad("lend-none", f"{name}: to {without} of {len(here)} processes no other lends its link")
+    elif here:
+        yield _ok(f"{name}: {len(here)} processes, each with others that lend it their link")
+    elif wanted and not apart:
+        yield _ok(f"{name}: no engine is here yet")
+
+
+def _lend_of_replicas(group: Group) -> Finding:
+    name, count = group.name.removeprefix("replicas-"), len(group.ranks)
+    if count == 1:
+        return _bad("lend-alone", f"{name}: one replica is here, and no other that lends it a link")
+    if group.links < count * (count - 1) // 2:
+        return _bad("lend-none", f"{name}: of {count} replicas not each lends its link to all others")
+    return _ok(f"{name}: {count} replicas, each lends its link to all others")
+
+
+def _cure_apart(same_name: bool, uid: int) -> str:
+    if uid != os.geteuid():
+        return f"run all engines as one user: the folder is that of user {uid}, and this is user {os.geteuid()}"
+    if same_name:
+        return "containers need a common folder of sockets, and one pid namespace: mount the folder into all of them"
+    return "start all engines, and this command, with the same XDG_RUNTIME_DIR"
+
+
+def _peers(gpus: int) -> _Findings:
+    pairs = [(a, b) for a in range(gpus) for b in range(a)]
+    apart = [f"cuda:{b} and cuda:{a}" for a, b in pairs if not _C._cuda_can_reach(a, b)]
+    if apart:
+        some = ", ".join(apart[:4]) + ", ..." * (len(apart) > 4)
+        yield _bad("no-peers", f"no link is lent between {some}: they do not reach each other's memory")
+    elif pairs:
+        yield _ok(f"all {gpus} GPUs reach each other's memory")
 
 
 def _calibration(asked: Asked) -> _Findings:
@@ -376,6 +463,7 @@ CHECKS: tuple[tuple[str, Callable[[Asked], _Findings]], ...] = (
     ("driver", _driver),
     ("kernels", _kernels),
     ("calibration", _calibration),
+    ("lend", _lend),
     ("io_uring", _io_uring),
     ("memlock", _memlock),
     ("shm", _shm),

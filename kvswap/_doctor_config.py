@@ -22,12 +22,15 @@ _OF_TIER = ("type", "module_path", "locality")  # keys of vLLM's
 class Configuration:
     """What a file asks for.
 
-    engine: whose options it has. host_nbytes: of host memory. stores: directories of files, with the most bytes that
-    they take. wrong: why kvswap would refuse it; empty: it would not. ignored: log lines about keys.
+    engine: whose options it has. host_nbytes: of host memory. lend: the name of the engines that lend each other their
+    links; empty: it does not lend. replicas: of those with one host pool. stores: directories of files, with the most
+    bytes that they take. wrong: why kvswap would refuse it; empty: it would not. ignored: log lines about keys.
     """
 
     engine: Engine
     host_nbytes: int = 0
+    lend: str = ""
+    replicas: str = ""
     stores: list[tuple[str, int]] = field(default_factory=list)
     wrong: str = ""
     ignored: list[str] = field(default_factory=list)
@@ -88,6 +91,8 @@ def _check_vllm(given: Mapping[str, Any], found: Configuration) -> None:
             f'"cpu_bytes_to_use" of kv_connector_extra_config is {host!r}; vLLM takes a whole number of bytes'
         )
     found.host_nbytes = host
+    lend = _handler.lend_of(extra)
+    found.lend, found.replicas = lend[0] if lend else "", _handler.replicas_of(extra) or ""
     tiers = extra.get("secondary_tiers") or []
     if not isinstance(tiers, list):
         raise ValueError("secondary_tiers of kv_connector_extra_config is not a list")

@@ -84,6 +84,20 @@ int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *e
   return KVS_OK;
 }
 
+int kvs_cuda_can_reach(int ordinal, int other, bool *can, struct kvs_error *err) {
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  kvs_cu_device handles[2];
+  int value = 0;
+  *can = false;
+  if (!cu) return err->status;
+  int status = kvs_cuda_device_get(cu, ordinal, &handles[0], err);
+  if (status == KVS_OK) status = kvs_cuda_device_get(cu, other, &handles[1], err);
+  if (status != KVS_OK || !cu->cuDeviceCanAccessPeer) return status;
+  status = kvs_cuda_result(cu, cu->cuDeviceCanAccessPeer(&value, handles[0], handles[1]), "cuDeviceCanAccessPeer", err);
+  *can = value != 0;
+  return status;
+}
+
 /* Makes some live primary context current; *held is its device. If the context ends between the check and the retain,
  * it is created and released again. */
 static bool borrow_context(const struct kvs_cuda_driver *cu, kvs_cu_device *held) {

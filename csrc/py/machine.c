@@ -65,6 +65,15 @@ static PyObject *cuda_info(PyObject *module, PyObject *const *args, Py_ssize_t n
   return rc == KVS_OK ? kvs_py_device_info_dict(&info) : kvs_py_raise(state, &err);
 }
 
+static PyObject *cuda_can_reach(PyObject *module, PyObject *args) {
+  struct kvs_error err = {0};
+  int ordinal, other, rc;
+  bool can;
+  if (!PyArg_ParseTuple(args, "ii:_cuda_can_reach", &ordinal, &other)) return NULL;
+  KVS_PY_NO_GIL(rc = kvs_cuda_can_reach(ordinal, other, &can, &err));
+  return rc == KVS_OK ? PyBool_FromLong(can) : kvs_py_raise(PyModule_GetState(module), &err);
+}
+
 static PyObject *fatbin(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   return Py_BuildValue("{s:n, s:s}", "nbytes", (Py_ssize_t)kvs_fatbin_nbytes, "archs", kvs_fatbin_archs);
@@ -130,6 +139,8 @@ PyDoc_STRVAR(delay_doc,
              "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for `seconds`, at most 10.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
+PyDoc_STRVAR(cuda_can_reach_doc, "_cuda_can_reach($module, ordinal, other, /)\n--\n\n"
+                                 "Whether a GPU can map memory of the other one. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
              "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
 PyDoc_STRVAR(paths_doc, "_paths($module, /)\n--\n\n"
@@ -149,6 +160,7 @@ PyMethodDef kvs_py_machine_methods[] = {
     ROW(delay, delay),
     {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
     ROW(cuda_info, cuda_info),
+    {"_cuda_can_reach", cuda_can_reach, METH_VARARGS, cuda_can_reach_doc},
     {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
     {"_paths", paths, METH_NOARGS, paths_doc},
     ROW(host_memory, host_memory),

@@ -43,6 +43,7 @@ _BYE = struct.pack("<IH42x", 0x3153564B, 4)  # csrc/share/wire.h
 _BACKLOG = 16
 _SOCKET = re.compile(r"share-([A-Za-z0-9._-]{1,40})\.([0-9]{1,2})\.sock")
 _LENT = re.compile(r"lend-([A-Za-z0-9._-]{1,20}-[0-9a-f]{16})\.([0-9]{1,2})\.sock")  # of kvswap.share._lend
+_FOLDER = re.compile(r"[\w./-]*/kvswap-([0-9]{1,10})")
 _ACCEPTS = 0x10000  # in the flags of /proc/net/unix: a socket that listens
 
 
@@ -74,34 +75,67 @@ class Loan:
     lenders: int
 
     def __str__(self) -> str:
-        return f"{self.name}: a process of engine {self.engine}, to which {self.lenders} others lend their link"
+        who = f"{self.name}: a process of engine {self.engine}"
+        if not self.lenders:
+            return f"{who}, to which no other lends its link: kvswap doctor says why"
+        return f"{who}, to which {self.lenders} others lend their link"
 
 
-def loans() -> list[Loan]:
+@dataclass(frozen=True)
+class Stray:
+    """As Loan, of a process that those with this process's folder of sockets cannot meet: its sockets are in another
+    folder, or in a folder of the same name that is not the one seen here. uid: whose folder it is."""
+
+    name: str
+    folder: str
+    uid: int
+
+
+def loans(root: str = "") -> list[Loan]:
     """As groups(), of engines that lend each other their links."""
-    found = _listed(_LENT)
+    found = _listed(_LENT, root)
     return [Loan(group[:-17], group[-16:-8], links) for group, (ranks, links) in found.items() if 0 in ranks]
 
 
-def groups() -> list[Group]:
-    """The groups that have members now, as the kernel lists their sockets: no member is asked."""
-    return [Group(name, ranks, links) for name, (ranks, links) in _listed(_SOCKET).items()]
+def strays(root: str = "") -> list[Stray]:
+    """As groups(), of engines that lend each other their links, but in vain for those of this folder."""
+    here, found = folder_path(), []
+    for path, listens in _sockets(root):
+        named, folder = _LENT.fullmatch(path.name), _FOLDER.fullmatch(str(path.parent))
+        if named is None or folder is None or not listens or named[2] != "0":
+            continue
+        if path.parent != here or not os.path.exists(f"{root}{path}"):
+            found.append(Stray(named[1][:-17], str(path.parent), int(folder[1])))
+    return found
 
 
-def _listed(socket_name: re.Pattern[str]) -> dict[str, tuple[list[int], int]]:
+def groups(root: str = "") -> list[Group]:
+    """The groups that have members now, as the kernel lists their sockets: no member is asked. root: put before every
+    path, for tests."""
+    return [Group(name, ranks, links) for name, (ranks, links) in _listed(_SOCKET, root).items()]
+
+
+def _sockets(root: str) -> Iterator[tuple[Path, bool]]:
+    """Of all users and folders, with whether it listens."""
+    try:
+        lines = Path(f"{root}/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    except OSError:
+        return
+    for line in lines:
+        _, _, _, flags, _, _, _, *path = line.split(maxsplit=7)
+        if path:
+            yield Path(path[0]), bool(int(flags, 16) & _ACCEPTS)
+
+
+def _listed(socket_name: re.Pattern[str], root: str) -> dict[str, tuple[list[int], int]]:
     """By group: the ranks whose sockets listen, and the number of links."""
     folder = folder_path()
     found: dict[str, tuple[list[int], list[int]]] = {}
-    try:
-        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-    except OSError:
-        return {}
-    for line in lines:
-        _, _, _, flags, _, _, _, *path = line.split(maxsplit=7)
-        named = socket_name.fullmatch(Path(path[0]).name) if path and Path(path[0]).parent == folder else None
-        if named is not None:
+    for path, listens in _sockets(root):
+        named = socket_name.fullmatch(path.name) if path.parent == folder else None
+        if named is not None and os.path.exists(f"{root}{path}"):
             listening, links = found.setdefault(named[1], ([], []))
-            (listening if int(flags, 16) & _ACCEPTS else links).append(int(named[2]))
+            (listening if listens else links).append(int(named[2]))
     return {name: (sorted(ranks), len(links)) for name, (ranks, links) in sorted(found.items()) if ranks}
 
 

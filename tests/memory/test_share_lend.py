@@ -187,7 +187,11 @@ def test_each_lends_to_the_other(here: Engine, name: str, monkeypatch: pytest.Mo
         rows = metrics.snapshot()["share"]
         return [(row["lenders"], row["borrowers"]) for row in rows if row["device"] == device]
 
+    def lines() -> list[str]:
+        return [line for line in info.collect().to_text().splitlines() if line.startswith(f"lend     {name}")]
+
     assert shown("host:0") == [(0, 0)]  # an engine that nothing is lent to can be seen
+    assert [line.endswith("to which no other lends its link: kvswap doctor says why") for line in lines()] == [True]
     other = Other(name, "other", parts=2)  # as keys and values
     try:
         lenders(here, 1)
@@ -202,8 +206,7 @@ def test_each_lends_to_the_other(here: Engine, name: str, monkeypatch: pytest.Mo
         assert (pid, registered, lends) == (os.getpid(), BLOCKS * ROW, True)
         assert here.lending.loans[0].registered_nbytes == 2 * BLOCKS * ROW
         assert by_them == [brought["brought_by_others_d2h"], brought["brought_by_others_h2d"]]
-        lines = [line for line in info.collect().to_text().splitlines() if line.startswith(f"lend     {name}")]
-        assert len(lines) == 2 and all("to which 1 others lend" in line for line in lines)
+        assert ["to which 1 others lend" in line for line in lines()] == [True, True]
     finally:
         assert other.end() == 0
     lenders(here, 0)

@@ -1,10 +1,11 @@
-/* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
- * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
- * whether it is printed how much shared memory kernels may take and are launched with (FAKE_CUDA_SHARED, 0), how many
- * queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), whether a wait for a word in memory
- * is printed (FAKE_CUDA_WORDS, 0), how many streams can be made (FAKE_CUDA_STREAMS, 1000), and the clock of the GPUs'
- * memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an H100's; below 0 the query fails). A copy prints whether its stream is busy.
- */
+/* A libcuda.so.1 for tests on machines without one: GPUs that open, know their memory, and do nothing else. The
+ * environment says how many (FAKE_CUDA_GPUS, 2), which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading
+ * kernels returns (FAKE_CUDA_LOAD, 0), whether it is printed how much shared memory kernels may take and are launched
+ * with (FAKE_CUDA_SHARED, 0), how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY,
+ * 0), whether a wait for a word in memory is printed (FAKE_CUDA_WORDS, 0), how many streams can be made
+ * (FAKE_CUDA_STREAMS, 1000), and the clock of the GPUs' memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an H100's; below 0 the
+ * query fails), and whether they reach each other's memory (FAKE_CUDA_PEERS, 1). A copy prints whether its stream is
+ * busy. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +29,7 @@ static uintptr_t next_handle(void) {
 static int nothing(void) { return 0; }
 
 static int get_count(int *count) {
-  *count = 2;
+  *count = number_of("FAKE_CUDA_GPUS", 2);
   return 0;
 }
 
@@ -97,6 +98,12 @@ static int make_stream(void **handle) {
 
 static int get_context(void **context) {
   *context = (void *)0x1;
+  return 0;
+}
+
+static int can_reach(int *can, int device, int other) {
+  (void)device, (void)other;
+  *can = number_of("FAKE_CUDA_PEERS", 1);
   return 0;
 }
 
@@ -237,6 +244,7 @@ static const struct {
     {"cuDeviceGetUuid", get_uuid},
     {"cuDeviceTotalMem", get_memory},
     {"cuDeviceGetAttribute", get_attribute},
+    {"cuDeviceCanAccessPeer", can_reach},
     {"cuDevicePrimaryCtxRetain", make_handle},
     {"cuCtxGetCurrent", get_context},
     {"cuCtxPopCurrent", get_context},

@@ -136,6 +136,18 @@ def little(machine: Machine) -> Machine:
     return machine.file("proc/meminfo", "MemTotal: 8388608 kB\nMemFree: 524288 kB\nMemAvailable: 524288 kB\n")
 
 
+def lending(machine: Machine, *there: tuple[str, str, int], gpus: bool = False) -> Machine:
+    """The kernel lists sockets of engines that lend: of each the folder, the engine's digit, how many lend to it."""
+    own, lines = f"/tmp/kvswap-{os.geteuid()}", ["Num RefCount Protocol Flags Type St Inode Path"]
+    for i, (folder, engine, lenders) in enumerate(there):
+        path = f"{folder or own}/lend-kv-{engine * 8}{i:08x}.0.sock"
+        for flags in ["00010000", *["00000000"] * lenders]:
+            lines.append(f"0000000000000000: 00000002 00000000 {flags} 0005 01 {i + 1} {path}")
+        machine.file(path[1:]) if not folder else None
+    machine.file("proc/net/unix", "\n".join(lines) + "\n").env(XDG_RUNTIME_DIR="")
+    return machine.gpu() if gpus else machine
+
+
 HUGE = 1 << 60
 # By the kind of the finding: what provokes it, and what its line says.
 PROVOKED: dict[str, tuple[Callable[[Machine], Machine], str]] = {
@@ -159,6 +171,23 @@ PROVOKED: dict[str, tuple[Callable[[Machine], Machine], str]] = {
     "shm-small": (lambda machine: machine.file("dev/null"), "/dev/shm: No such file"),
     "memory-short": (lambda machine: machine.config(vllm(cpu_bytes_to_use=HUGE)), "cpu_bytes_to_use is 1048576 TiB"),
     "memory-little": (little, "512 MiB of 8 GiB can be allocated"),
+    "lend-alone": (lambda machine: lending(machine, ("", "a", 0), ("", "a", 0)), "kv: one engine is here"),
+    "lend-none": (
+        lambda machine: lending(machine, ("", "a", 1), ("", "b", 0)),
+        "kv: to 1 of 2 processes no other lends its link",
+    ),
+    "lend-apart": (
+        lambda machine: lending(machine, ("", "a", 0), (f"/run/user/7/kvswap-{os.geteuid()}", "b", 0)),
+        f"kv: 1 processes with sockets in /run/user/7/kvswap-{os.geteuid()} do not find those with sockets in /tmp",
+    ),
+    "lend-one-gpu": (
+        lambda machine: machine.gpu(FAKE_CUDA_GPUS="1").config(vllm(kvswap_lend=True)),
+        "kvswap_lend: this command sees one GPU",
+    ),
+    "no-peers": (
+        lambda machine: lending(machine.gpu(FAKE_CUDA_PEERS="0"), ("", "a", 1), ("", "b", 1)),
+        "no link is lent between cuda:0 and cuda:1",
+    ),
     "variable": (lambda machine: machine.env(KVSWAP_TOPP="1"), "did you mean KVSWAP_TOP?"),
     "variable-refused": (lambda machine: machine.env(KVSWAP_PATH="dmaa"), "KVSWAP_PATH is 'dmaa'"),
     "engine-release": (lambda machine: machine.package("vllm", "0.27.1"), "vLLM 0.27.1: kvswap is tested with 0.26"),
@@ -220,6 +249,85 @@ def test_what_is_as_it_should_be(machine: Machine) -> None:
     assert texts["for SGLang: all keys are known, all values allowed"] == "ok"
     assert not {"engines", "config"} & {each["check"] for each in report["findings"] if each["state"] != "ok"}
     assert not place.exists()
+
+
+@pytest.fixture
+def of_lending(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[_doctor.Finding]]:
+    """What the check finds in this process, where there is no GPU."""
+    monkeypatch.setattr(_doctor, "devices", list)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+
+    def find() -> list[_doctor.Finding]:
+        given = machine.asked["config"] and _doctor_config.read(machine.asked["config"])
+        return list(_doctor._lend(_doctor.Asked(given, root=machine.asked["root"])))
+
+    return find
+
+
+def test_engines_that_lend_to_each_other(machine: Machine) -> None:
+    lending(machine, ("", "a", 1), ("", "b", 1), gpus=True).config(vllm(kvswap_lend="other"))
+    found = [each for each in machine.examine()["findings"] if each["check"] == "lend"]
+    assert [each["text"] for each in found] == [
+        "all 2 GPUs reach each other's memory",
+        "kv: 2 processes, each with others that lend it their link",
+        "other: no engine is here yet",
+    ]
+    assert all(each["state"] == "ok" for each in found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "cure"),
+    [
+        (
+            f"/tmp/kvswap-{os.geteuid() + 1}",
+            f"run all engines as one user: the folder is that of user {os.geteuid() + 1}",
+        ),
+        (f"/tmp/kvswap-{os.geteuid()}", "containers need a common folder of sockets"),
+        (f"/run/kvswap-{os.geteuid()}", "start all engines, and this command, with the same XDG_RUNTIME_DIR"),
+    ],
+)
+def test_why_engines_do_not_meet(machine: Machine, of_lending: Any, folder: str, cure: str) -> None:
+    """Those of another user, of another container (its socket is not in the folder that is seen here), and of a shell
+    without the variable."""
+    lending(machine, (folder, "a", 0))
+    (alone,) = of_lending()
+    assert alone.state == "ok" and "where this command cannot look" in alone.text
+    machine.config(vllm(kvswap_lend="kv"))
+    (found,) = of_lending()
+    assert found.kind == "lend-apart" and found.cure.startswith(cure)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "links", "kind", "text"),
+    [
+        (1, 0, "lend-alone", "kv: one replica is here"),
+        (3, 2, "lend-none", "kv: of 3 replicas not each lends its link to all others"),
+        (3, 3, "", "kv: 3 replicas, each lends its link to all others"),
+    ],
+)
+def test_replicas_that_lend(machine: Machine, of_lending: Any, ranks: int, links: int, kind: str, text: str) -> None:
+    own = f"/tmp/kvswap-{os.geteuid()}"
+    paths = [f"{own}/share-replicas-kv.{rank}.sock" for rank in range(ranks)]
+    for path in paths:
+        machine.file(path[1:])
+    rows = [("00010000", path) for path in paths] + [("00000000", paths[0])] * links
+    lines = [f"0: 00000002 00000000 {flags} 0005 01 {i} {path}" for i, (flags, path) in enumerate(rows)]
+    machine.file("proc/net/unix", "\n".join(["Num", *lines]) + "\n")
+    (found,) = of_lending()
+    assert found.kind == kind and text in found.text
+
+
+def test_a_pool_of_replicas_is_needed_once(machine: Machine) -> None:
+    """With the first engine running, the second one takes no more memory."""
+    available = "MemTotal: 16777216 kB\nMemFree: 2097152 kB\nMemAvailable: 2097152 kB\n"
+    machine.file("proc/meminfo", available)
+    place = machine.folder / "root" / "dev" / "shm"
+    place.mkdir(parents=True)
+    machine.config(vllm(cpu_bytes_to_use=(2 << 30) + (64 << 20), kvswap_replicas="kv"))
+    asked = _doctor.Asked(_doctor_config.read(machine.asked["config"]), root=machine.asked["root"])
+    assert [each.kind for each in _doctor._memory(asked)] == ["memory-short"]
+    (place / f"kvswap.replicas-{os.geteuid()}-kv").write_bytes(b"x" * (80 << 20))
+    assert [each.kind for each in _doctor._memory(asked)] == [""]
 
 
 def test_it_opens_devices_only_if_asked(machine: Machine) -> None:
