@@ -152,6 +152,7 @@ QUICK = {
     "machine.c:delay": QUEUES,
     "machine.c:cuda_count": OPENS,
     "machine.c:cuda_info": OPENS,
+    "machine.c:cuda_can_reach": OPENS,
     "machine.c:host_memory": "reads files of the kernel",
     "machine.c:shut_down": "the end of the process, which has a limit of its own",
     "transfer.c:kvs_py_any_transfer_new": HANDLES,

@@ -359,9 +359,13 @@ class Fake:
 
     def answer(self, message: bytes, *fds: int) -> None:
         self.listening.settimeout(PATIENCE)
-        connection, _ = self.listening.accept()
-        connection.settimeout(PATIENCE)
-        assert len(connection.recv(100)) == _offer.HELLO.size
+        while True:
+            connection, _ = self.listening.accept()
+            connection.settimeout(PATIENCE)
+            if greeting := connection.recv(100):
+                break
+            connection.close()  # another engine looked whether somebody listens
+        assert len(greeting) == _offer.HELLO.size
         socket.send_fds(connection, [message], fds)
         assert connection.recv(100) == b""  # it has ended the connection
         connection.close()
