@@ -25,6 +25,7 @@ from conftest import PATIENCE, ROOT, elsewhere, until
 import kvswap
 from kvswap import info, metrics, testing
 from kvswap._top_socket import prepare_folder
+from kvswap.codecs import Coding
 from kvswap.share import _lend, _loan, _meet, _offer
 
 pytestmark = pytest.mark.not_sanitized("whole processes, which take minutes under a sanitizer")
@@ -48,7 +49,8 @@ engine.close()
 
 
 class Engine:
-    """A cache on a device, and its host memory: a file in /dev/shm that has no name any more. parts: as of Place."""
+    """A cache on a device, and its host memory: a file in /dev/shm that has no name any more. parts: as of Place.
+    codec: of the blocks in host memory."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Engine:
         file: str = "",
         parts: int = 1,
         build: str = "",
+        codec: str = "",
         **options: Any,
     ) -> None:
         _lend._LOOK = LOOK
@@ -77,17 +80,22 @@ class Engine:
         self.ptr = self.rows.ctypes.data
         self.device.register(self.ptr, parts * BLOCKS * ROW)
         self.gpu = np.zeros((parts * LAYERS, BLOCKS, PAGE), np.uint8)
+        self.coding = Coding(PAGE, codec) if codec else None
+        page = self.coding.coded_nbytes if self.coding else PAGE
+        self.block = LAYERS * page
         self.pools: tuple[list[Any], list[Any]] = [], []
         for i in range(parts * LAYERS):
-            host = self.ptr + i // LAYERS * BLOCKS * ROW + i % LAYERS * PAGE
-            for side, ptr, stride in ((0, self.gpu[i].ctypes.data, PAGE), (1, host, ROW)):
-                group: Any = {"group": self.pools[side][0]} if self.pools[side] else {}
-                self.pools[side].append(kvswap.Pool(self.device, ptr, BLOCKS, PAGE, stride=stride, **group))
+            host = self.ptr + i // LAYERS * BLOCKS * ROW + i % LAYERS * page
+            places = (0, self.gpu[i].ctypes.data, PAGE, PAGE, None), (1, host, page, ROW, self.coding)
+            for side, ptr, nbytes, stride, coding in places:
+                more: Any = {"group": self.pools[side][0]} if self.pools[side] else {}
+                more.update(stride=stride, coding=coding)
+                self.pools[side].append(kvswap.Pool(self.device, ptr, BLOCKS, nbytes, **more))
         there = os.fstat(self.fd)
         form = True, ROW, parts, BLOCKS * ROW
-        place = kvswap.share.Place(self.ptr, parts * BLOCK, BLOCKS, f"test {there.st_dev}", there.st_ino, *form)
+        place = kvswap.share.Place(self.ptr, parts * self.block, BLOCKS, f"test {there.st_dev}", there.st_ino, *form)
         behind = _lend.HostFile(self.fd, 0, self.ptr)
-        given: dict[str, Any] = {"piece_nbytes": 4 * BLOCK, "stall": 10.0, **options}
+        given: dict[str, Any] = {"piece_nbytes": 4 * self.block, "stall": 10.0, **options}
         sides = tuple(self.pools[0]), tuple(self.pools[1])
         self.lending = _lend.Lending(name, engine, place, *sides, behind, is_idle=lambda: self.idle, **given)
         self.rng = np.random.default_rng(7)
@@ -110,11 +118,13 @@ class Engine:
         """A store and a load of new bytes; what came over other links, of both."""
         gpu, host = self.rng.permutation(BLOCKS)[:count], self.rng.permutation(BLOCKS)[:count]
         new = self.rng.integers(0, 256, (len(self.gpu), count, PAGE), dtype=np.uint8)
+        if self.coding is not None:
+            new[..., 1::2] = 0x3F  # of bf16: one exponent, which fits
         self.gpu[:, gpu] = new
-        rows = self.rows.copy()
+        rows, pages = self.rows.copy(), new if self.coding is None else self.coding.encode(new)[0]
         for part in range(len(self.gpu) // LAYERS):
-            own = new[part * LAYERS : (part + 1) * LAYERS]
-            rows[part * BLOCKS + host, :BLOCK] = own.transpose(1, 0, 2).reshape(count, BLOCK)
+            own = pages.reshape(len(self.gpu), count, -1)[part * LAYERS : (part + 1) * LAYERS]
+            rows[part * BLOCKS + host, : self.block] = own.transpose(1, 0, 2).reshape(count, self.block)
         store = self.lending.member.store(gpu, host)
         store.wait(PATIENCE)
         assert np.array_equal(self.rows, rows)
@@ -192,7 +202,7 @@ def test_each_lends_to_the_other(here: Engine, name: str, monkeypatch: pytest.Mo
 
     assert shown("host:0") == [(0, 0)]  # an engine that nothing is lent to can be seen
     assert [line.endswith("to which no other lends its link: kvswap doctor says why") for line in lines()] == [True]
-    other = Other(name, "other", parts=2)  # as keys and values
+    other = Other(name, "other", parts=2, codec="exact")  # as keys and values
     try:
         lenders(here, 1)
         check_lent(here)
