@@ -168,9 +168,9 @@ static PyGetSetDef any_getset[] = {
     {"nbytes", any_nbytes, NULL, "int: bytes of all its blocks; of a delete 0.", NULL},
     {"num_blocks", any_num_blocks, NULL, "int: blocks; of a Transfer pairs of them, each in every tensor.", NULL},
     {"elapsed", any_elapsed, NULL,
-     "float: seconds; of a Transfer on the device, 0.0 if not measured, of a FileTransfer from the call to its end. "
-     "None\n"
-     "while it runs.",
+     "float: seconds; of a Transfer on the device, 0.0 if not measured, of a ShareTransfer from when the stream had "
+     "come\n"
+     "to it, of a FileTransfer from the call to its end. None while it runs.",
      NULL},
     {"error", any_error, NULL,
      "Exception: why the transfer, or its first failed block, failed; None while it runs and if it succeeded.", NULL},

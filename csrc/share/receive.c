@@ -777,9 +777,18 @@ static bool link_step(struct kvs_share *share, struct kvs_share_link *link, stru
 
 /* -- rounds -------------------------------------------------------------------------------------------------------- */
 
+/* What the compute stream has before the job is none of its time. */
+static void note_begun(const struct kvs_share *share, struct kvs_share_job *job, uint64_t now) {
+  struct kvs_error ignored;
+  if (job->begun) return;
+  job->begun = kvs_dev_event_query(share->engine->device, job->start, &ignored) != KVS_NOT_READY;
+  if (!job->begun) job->since_ns = now;
+}
+
 static bool job_step(struct kvs_share *share, struct kvs_share_job *job, uint64_t now) {
   bool changed = false;
   atomic_fetch_add(&job->refs, 1);
+  note_begun(share, job, now);
   while (own_end(share, job)) changed = true;
   if (job->state == KVS_STATE_RUNNING) {
     for (unsigned i = 0; i < KVS_SHARE_RANKS; i++)

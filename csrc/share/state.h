@@ -161,7 +161,8 @@ struct kvs_share_job {
   uint64_t given;  /* bytes that others brought */
   uint8_t *failed; /* by position */
   size_t nfailed;
-  uint64_t since_ns, ended_ns;
+  bool begun;                  /* `start` was reached */
+  uint64_t since_ns, ended_ns; /* since: the call, or when `start` was last seen not to be reached */
   struct kvs_error error;
   enum kvs_state state;
 };

@@ -330,6 +330,24 @@ def test_alone_all_comes_over_the_own_link(here: Here) -> None:
     assert here.member.peers == ()
 
 
+def test_the_time_before_it_begins_is_not_its_own(here: Here) -> None:
+    """As of an engine's store, which begins after the step that computes its blocks."""
+    stream, held = kvswap.Stream(here.device), 0.05
+
+    def measured_without() -> bool:
+        with Gate(here.device) as gate:
+            gate.hold(stream)
+            begin = time.monotonic()
+            store = here.member.store([1, 2], [3, 4], after=stream)
+            time.sleep(held)
+            gate.open()
+            store.wait(PATIENCE)
+        assert store.elapsed is not None and store.elapsed >= 0
+        return store.elapsed < time.monotonic() - begin - held / 2
+
+    until(measured_without)
+
+
 def test_a_transfer_says_what_it_is(here: Here) -> None:
     transfer = here.member.load([1, 2], [3, 4])
     transfer.wait(PATIENCE)
