@@ -232,7 +232,8 @@ def test_the_links_of_several_devices(several: list[str], capsys: Output) -> Non
     assert tuning["host_links"] == together["links"] == 2 and found["together_note"] is None
     assert (tuning["host_gbps_d2h"], tuning["host_gbps_h2d"]) == (together["d2h"], together["h2d"])
     assert tuning["host_gbps_both"] == together["both"] > 0
-    assert 0 < 2 * together["d2h_least"] <= together["d2h"] and 0 < 2 * together["h2d_least"] <= together["h2d"]
+    for way in ("d2h", "h2d"):  # of figures with three digits
+        assert 0 < 2 * together[f"{way}_least"] <= together[way] + 0.002
     assert found["bytes_verified"] == 2 * 2 * _together.PLACES * _together.PLACE["host"]
     assert "2 links at once: D2H " in err and "2 links    D2H " in err
 
