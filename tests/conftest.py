@@ -592,7 +592,7 @@ class Cache:
         np.testing.assert_array_equal(self.target.get(), self.target_before)
 
 
-def _of_threads(*files: str) -> list[list[str]]:
+def of_threads(*files: str) -> list[list[str]]:
     """What these files of /proc say of each thread of the process, those of C too."""
     found = []
     for task in Path("/proc/self/task").iterdir():
@@ -602,12 +602,12 @@ def _of_threads(*files: str) -> list[list[str]]:
 
 
 def names_of_threads() -> list[str]:
-    return [name for (name,) in _of_threads("comm")]
+    return [name for (name,) in of_threads("comm")]
 
 
 def where_threads_wait() -> str:
     """Each thread, and the kernel's function that it sleeps in."""
-    return ", ".join(f"{name}: {place or '?'}" for name, place in _of_threads("comm", "wchan"))
+    return ", ".join(f"{name}: {place or '?'}" for name, place in of_threads("comm", "wchan"))
 
 
 @contextmanager

@@ -838,6 +838,12 @@ bool kvs_receive_works(const struct kvs_share *share) {
   return false;
 }
 
+bool kvs_receive_waits(const struct kvs_share *share) {
+  for (const struct kvs_share_job *job = share->jobs; job; job = job->next)
+    if (job->begun) return false;
+  return share->jobs != NULL;
+}
+
 uint64_t kvs_receive_next_ns(const struct kvs_share *share) {
   uint64_t next = UINT64_MAX;
   for (unsigned i = 0; i < KVS_SHARE_RANKS; i++) {

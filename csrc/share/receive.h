@@ -29,6 +29,7 @@ bool kvs_receive_uses(const struct kvs_share *, const struct kvs_share_link *);
 /* True: something changed. */
 bool kvs_receive_step(struct kvs_share *);
 bool kvs_receive_works(const struct kvs_share *);       /* events are to be polled */
+bool kvs_receive_waits(const struct kvs_share *);       /* there are jobs, and none has begun */
 uint64_t kvs_receive_next_ns(const struct kvs_share *); /* when a limit passes; UINT64_MAX: none */
 
 void kvs_receive_free(struct kvs_share_job *);

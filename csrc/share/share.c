@@ -25,8 +25,9 @@ static const double LEAST_SHARE = 0.1, MOST_SHARE = 10;
 static const uint64_t MOST_SLOT_NBYTES = 64 << 20;
 enum { MOST_PARTS = 8 };
 static const int64_t PATIENCE_NS = INT64_C(60) * 1000000000, AGAIN_NS = 1000000000;
-enum { MOST_MESSAGES = 256 };        /* read in a round: what the slots of a link allow is less */
-static const int64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
+enum { MOST_MESSAGES = 256 };         /* read in a round: what the slots of a link allow is less */
+static const uint64_t POLL_NS = 5000; /* between looks at events: a piece of 4 MiB takes 75 us */
+static const uint64_t WAIT_POLL_NS = 50000;
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
@@ -547,16 +548,17 @@ static void note_ended(struct kvs_share *share, const struct pollfd *polled) {
 }
 
 /* Wait for messages, for the end of a process, and for events, which are polled. */
-static void rest(struct kvs_share *share, bool works, uint64_t until) {
+static void rest(struct kvs_share *share, const struct kvs_share_round *made) {
   enum { POLLED = 2 * KVS_SHARE_RANKS + 1 };
   struct pollfd polled[POLLED];
-  uint64_t now = kvs_clock_ns(), ns = until > now ? until - now : 0, word;
+  uint64_t now = kvs_clock_ns(), ns = made->until_ns > now ? made->until_ns - now : 0, word;
+  const uint64_t poll_ns = made->waits ? WAIT_POLL_NS : POLL_NS;
   pthread_mutex_lock(&share->lock);
   list_polled(share, polled);
   pthread_mutex_unlock(&share->lock);
-  if (works && ns > (uint64_t)POLL_NS) ns = (uint64_t)POLL_NS;
+  if (made->works && ns > poll_ns) ns = poll_ns;
   struct timespec limit = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
-  (void)ppoll(polled, POLLED, until == UINT64_MAX && !works ? NULL : &limit, NULL);
+  (void)ppoll(polled, POLLED, made->until_ns == UINT64_MAX && !made->works ? NULL : &limit, NULL);
   pthread_mutex_lock(&share->lock);
   note_ended(share, polled);
   pthread_mutex_unlock(&share->lock);
@@ -567,7 +569,9 @@ struct kvs_share_round kvs_share_round(struct kvs_share *share) {
   struct kvs_share_round made = {0};
   pthread_mutex_lock(&share->lock);
   made.changed = round_locked(share);
-  made.works = kvs_bring_works(share, NULL) || kvs_bring_waits(share) || kvs_receive_works(share);
+  bool brings = kvs_bring_works(share, NULL) || kvs_bring_waits(share);
+  made.works = brings || kvs_receive_works(share);
+  made.waits = !brings && kvs_receive_waits(share);
   made.until_ns = kvs_receive_next_ns(share);
   made.over = is_over(share);
   if (made.over) {
@@ -587,7 +591,7 @@ static void *serve(void *arg) {
   (void)prctl(PR_SET_TIMERSLACK, 1ul);
   while (!made.over) {
     made = kvs_share_round(share);
-    if (!made.over && !made.changed) rest(share, made.works, made.until_ns);
+    if (!made.over && !made.changed) rest(share, &made);
   }
   return NULL;
 }

@@ -105,9 +105,10 @@ void kvs_share_get_stats(struct kvs_share *, struct kvs_share_stats *);
 int kvs_share_new(const struct kvs_share_options *, struct kvs_share **, struct kvs_error *);
 
 /* What the thread does next: another round, if something `changed`; otherwise it waits for a message, for the end of
- * another process, or until `until_ns`. works: it polls events. */
+ * another process, or until `until_ns`. works: it polls events. waits: for the compute stream
+ * alone, so that it polls them less often: the model runs. */
 struct kvs_share_round {
-  bool changed, works, over;
+  bool changed, works, waits, over;
   uint64_t until_ns;
 };
 struct kvs_share_round kvs_share_round(struct kvs_share *);

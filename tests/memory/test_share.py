@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, elsewhere, sums, until
+from conftest import PATIENCE, Buffer, Gate, elsewhere, of_threads, sums, until
 
 import kvswap
 from kvswap import info, share, testing
@@ -346,6 +346,28 @@ def test_the_time_before_it_begins_is_not_its_own(here: Here) -> None:
         return store.elapsed < time.monotonic() - begin - held / 2
 
     until(measured_without)
+
+
+def test_it_looks_less_often_while_the_model_runs(here: Here) -> None:
+    """Each look is a call to the driver, whose locks the model's launches take."""
+
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("the kernel does not say how long a thread ran")
+
+    def on_the_processor() -> float:
+        """Seconds of the members' threads."""
+        return sum(int(stat.split()[0]) for name, stat in of_threads("comm", "schedstat") if name == "kvswap-share") / 1e9
+
+    stream = kvswap.Stream(here.device)
+    with Gate(here.device) as gate:
+        gate.hold(stream)
+        store = here.member.store([1, 2], [3, 4], after=stream)
+        before, begin = on_the_processor(), time.monotonic()
+        time.sleep(0.1)
+        used, took = on_the_processor() - before, time.monotonic() - begin
+        gate.open()
+        store.wait(PATIENCE)
+    assert 0 < used < took / 2
 
 
 def test_a_transfer_says_what_it_is(here: Here) -> None:
