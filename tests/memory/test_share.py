@@ -356,7 +356,8 @@ def test_it_looks_less_often_while_the_model_runs(here: Here) -> None:
 
     def on_the_processor() -> float:
         """Seconds of the members' threads."""
-        return sum(int(stat.split()[0]) for name, stat in of_threads("comm", "schedstat") if name == "kvswap-share") / 1e9
+        found = [stat for name, stat in of_threads("comm", "schedstat") if name == "kvswap-share"]
+        return sum(int(stat.split()[0]) for stat in found) / 1e9
 
     stream = kvswap.Stream(here.device)
     with Gate(here.device) as gate:
