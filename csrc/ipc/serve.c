@@ -87,12 +87,13 @@ static bool is_deserted(const char *folder, const char *name) {
 static void remove_stale(const char *folder) {
   DIR *listing = opendir(folder);
   struct dirent *entry;
-  for (int i = 0; listing && i < STALE_MOST && (entry = readdir(listing)) != NULL; i++) {
+  for (int i = 0; listing && i < STALE_MOST && (entry = readdir(listing)) != NULL;) {
     struct kvs_owner owner;
     unsigned number;
-    if (sscanf(entry->d_name, "%" SCNd64 "-%" SCNu64 "-%u.sock", &owner.pid, &owner.start, &number) == 3 &&
-        !kvs_owner_alive(&owner) && is_deserted(folder, entry->d_name))
+    if (sscanf(entry->d_name, "%" SCNd64 "-%" SCNu64 "-%u.sock", &owner.pid, &owner.start, &number) != 3) continue;
+    if (!kvs_owner_alive(&owner) && is_deserted(folder, entry->d_name))
       (void)unlinkat(dirfd(listing), entry->d_name, 0);
+    i++;
   }
   if (listing) closedir(listing);
 }

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from kvswap import _C
@@ -26,7 +25,7 @@ from kvswap._log import logger
 from kvswap._top_socket import prepare_folder
 from kvswap.share import Member, Place, Role, core_of, member_of
 from kvswap.share._loan import Loaned, Loans, Own
-from kvswap.share._meet import is_taken, listen_at, locked
+from kvswap.share._meet import listen_at
 from kvswap.share._offer import Offer, Offering
 
 _logger = logger("kvswap.share")
@@ -35,7 +34,6 @@ DEFAULT_NAME = "default"
 LENDERS = 3  # each has slots on the owner's GPU
 MOST_LENDERS = 15
 NAME = re.compile(r"[A-Za-z0-9._-]{1,20}")
-_OWN_SOCKET = re.compile(r"lend-[A-Za-z0-9._-]{1,20}-[0-9a-f]{16}(\.[0-9]{1,2})?\.sock")
 _LOOK = 1.0  # seconds between looks for engines
 _GIVE_BACK = 5.0  # seconds to unregister others' memory at the end
 _SOON = 0.05  # where something waits until the engine is idle
@@ -99,7 +97,6 @@ class Lending:
             raise ValueError(f"the parts of {place} are no whole number of rows apart")
         if there.st_size < file.begin + offer.nbytes:
             raise ValueError(f"the file has {there.st_size} bytes, and the rows need {file.begin + offer.nbytes}")
-        _remove_stale(self._folder)
         self._stop = self._sleeps = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -212,14 +209,6 @@ class Lending:
         self._loans.abandon()
         self._wake.close()
         self._woken.close()
-
-
-def _remove_stale(folder: Path) -> None:
-    """Sockets of processes that were killed."""
-    with locked(folder):
-        for path in list(folder.glob("lend-*.sock"))[:1000]:
-            if _OWN_SOCKET.fullmatch(path.name) and not is_taken(str(path)):
-                path.unlink(missing_ok=True)
 
 
 _all: set[Lending] = set()  # until close()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import select
 import socket
-import stat
 import struct
 import threading
 import time
@@ -43,6 +43,8 @@ _BYE = struct.pack("<IH42x", 0x3153564B, 4)  # csrc/share/wire.h
 _BACKLOG = 16
 _SOCKET = re.compile(r"share-([A-Za-z0-9._-]{1,40})\.([0-9]{1,2})\.sock")
 _LENT = re.compile(r"lend-([A-Za-z0-9._-]{1,20}-[0-9a-f]{16})\.([0-9]{1,2})\.sock")  # of kvswap.share._lend
+_MEETS = re.compile(r"(share-|lend-)[A-Za-z0-9._-]{1,60}\.sock")  # what listen_at() makes
+_MOST_STALE = 1000  # are looked at
 _FOLDER = re.compile(r"[\w./-]*/kvswap-([0-9]{1,10})")
 _ACCEPTS = 0x10000  # in the flags of /proc/net/unix: a socket that listens
 
@@ -340,11 +342,11 @@ def listen_at(folder: Path, path: Path, taken: str) -> socket.socket:
     """A socket of this user that listens, and does not block. kvswap.Error: `taken`, or it cannot be made."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with locked(folder):
-            if is_taken(str(path)):
+        with _locked(folder):
+            if _is_taken(path):
                 raise _C.Error(taken)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
+            _remove_stale(folder)
             listening.bind(str(path))
             os.chmod(path, 0o600)
             listening.listen(_BACKLOG)
@@ -381,23 +383,30 @@ def _process(connection: socket.socket, pid: int, start: str) -> int:
     return -1
 
 
-def is_taken(path: str) -> bool:
+def _remove_stale(folder: Path) -> None:
+    """The sockets of processes that were killed. Nobody else binds one meanwhile."""
+    for path in itertools.islice((path for path in folder.iterdir() if _MEETS.fullmatch(path.name)), _MOST_STALE):
+        if path.is_socket() and not _is_taken(path):
+            path.unlink(missing_ok=True)
+
+
+def _is_taken(path: Path) -> bool:
     """Whether a process listens there. The socket of one that was killed refuses."""
-    if not os.path.exists(path):
+    if not path.exists():
         return False
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+    if not path.is_socket():
         raise _C.Error(f"{path} is no socket: remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(path)
+            probe.connect(str(path))
         except OSError as error:
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """One process of this user at a time, within two seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     until = time.monotonic() + _SECONDS

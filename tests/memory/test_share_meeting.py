@@ -54,6 +54,23 @@ def test_descriptors_above_1023(name: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_sockets_of_killed_processes_are_removed(name: str) -> None:
+    """Of groups and engines of any name. Those of processes that run stay, and what is no socket."""
+    folder = prepare_folder()
+    killed = [folder / f"share-{name}-other.3.sock", folder / f"lend-{name}-0123456789abcdef.sock"]
+    for path in killed:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+            left.bind(str(path))
+    file = folder / f"share-{name}-file.0.sock"
+    file.touch()
+    here, other = Here(name), Here(f"{name}-2")
+    assert not any(path.exists() for path in killed)
+    assert file.exists() and (folder / f"share-{name}.0.sock").exists()
+    file.unlink()
+    other.close()
+    here.close()
+
+
 @pytest.mark.parametrize(
     ("at", "form", "value"),
     [(40, "I", 99), (40, "I", 2**32 - 1), (40, "I", 0), (44, "I", 0), (44, "I", 2**31), (8, "I", 0)],
