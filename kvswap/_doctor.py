@@ -14,6 +14,7 @@ import errno
 import glob
 import os
 import platform
+import re
 import resource
 import threading
 import time
@@ -35,6 +36,7 @@ State = Literal["ok", "warning", "error"]
 LIMIT = 8.0  # seconds for all checks; the command itself takes less than one more
 
 _LITTLE = 1 << 30  # bytes: of memory, and of /dev/shm: a container has 64 MiB if nothing is said
+_REPLICAS = re.compile(r"(?:replicas|replica(\d+))-(.*)")  # groups of kvswap_replicas with kvswap_lend, by rank
 _UNKNOWN = (1 << 64) - 1
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
 
@@ -292,8 +294,9 @@ def _lend(asked: Asked) -> _Findings:
     if here or (asked.configuration and asked.configuration.lend):
         yield from _peers(gpus)
     for group in groups(asked.root):
-        if group.name.startswith("replicas-"):  # with kvswap_lend
-            yield _lend_of_replicas(group)
+        if of_replicas := _REPLICAS.fullmatch(group.name):
+            rank, name = of_replicas.groups()
+            yield _lend_of_replicas(f"{name}, rank {rank}" if rank else name, group)
     for name in sorted({one.name for one in here} | {one.name for one in apart} | {wanted} - {""}):
         yield from _lend_of(name, name == wanted, [one for one in here if one.name == name],
                             [one for one in apart if one.name == name])  # fmt: skip
@@ -322,8 +325,8 @@ def _lend_of(name: str, wanted: bool, here: list[Loan], apart: list[Stray]) -> _
         yield _ok(f"{name}: no engine is here yet")
 
 
-def _lend_of_replicas(group: Group) -> Finding:
-    name, count = group.name.removeprefix("replicas-"), len(group.ranks)
+def _lend_of_replicas(name: str, group: Group) -> Finding:
+    count = len(group.ranks)
     if count == 1:
         return _bad("lend-alone", f"{name}: one replica is here, and no other that lends it a link")
     if group.links < count * (count - 1) // 2:

@@ -79,7 +79,7 @@ def _heard(lines: list[str]) -> Iterator[None]:
 
 
 def _check_vllm(given: Mapping[str, Any], found: Configuration) -> None:
-    from kvswap.vllm import _handler
+    from kvswap.vllm import _handler, _together
 
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -94,13 +94,15 @@ def _check_vllm(given: Mapping[str, Any], found: Configuration) -> None:
     lend = _handler.lend_of(extra)
     found.lend, found.replicas = lend[0] if lend else "", _handler.replicas_of(extra) or ""
     tiers = extra.get("secondary_tiers") or []
-    if not isinstance(tiers, list):
-        raise ValueError("secondary_tiers of kv_connector_extra_config is not a list")
+    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
+        raise ValueError("secondary_tiers of kv_connector_extra_config is not a list of objects")
     for tier in tiers:
-        known = _TIERS.get(str(tier.get("type"))) if isinstance(tier, Mapping) else None
+        known = _TIERS.get(str(tier.get("type")))
         if known is not None:
             options = {key: value for key, value in tier.items() if key not in _OF_TIER}
             _add_store(_options.read(options, known, f'the entry "{tier["type"]}" of secondary_tiers'), found)
+    named = given.get("kv_connector"), given.get("kv_connector_module_path")
+    _together.check(extra, named == ("KVSwapConnector", "kvswap.vllm"))
 
 
 def _check_sglang(given: Mapping[str, Any], found: Configuration) -> None:

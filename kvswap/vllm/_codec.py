@@ -18,13 +18,12 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from kvswap.codecs import Coding, Field
-from kvswap.codecs._coding import PATHS
 from kvswap.codecs._pages import Page, kind_of, plain, token_by_token
-from kvswap.vllm._handler import codec_of, kept_layers_of, options_of
+from kvswap.vllm import _together
+from kvswap.vllm._handler import codec_of, kept_layers_of
 
 _ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CrossAttentionSpec")
 _MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-TIERS = ("FileTier", "RemoteTier")  # whose stores name the codec
 _DS_MLA = 656  # bytes of a token in fp8_ds_mla: 512 fp8, 4 scales, 64 of RoPE
 
 
@@ -173,37 +172,6 @@ def plan_of(codec: str, kv_cache_config: Any, keep: Sequence[int] = ()) -> Plan:
 _planned: ContextVar[Plan | None] = ContextVar("kvswap_codec", default=None)
 
 
-def _refuse_beside(extra_config: Mapping[str, Any]) -> None:
-    """ValueError: what does not go with a codec."""
-    if extra_config.get("canonical_layout"):
-        raise ValueError(
-            "kvswap_codec: canonical_layout has fragments of pages in the host's memory, which no codec codes. Leave "
-            "out one of the two"
-        )
-    if extra_config.get("spec_module_path") != "kvswap.vllm":
-        raise ValueError(
-            f"kvswap_codec: the spec {extra_config.get('spec_name')} does not move blocks by kvswap. Leave out "
-            "spec_name or kvswap_codec"
-        )
-    path = options_of(extra_config)["path"]
-    if path not in PATHS:
-        raise ValueError(f"kvswap_codec: kvswap_path {path} moves bytes as they are. Use one of {', '.join(PATHS)}")
-    foreign = foreign_tier(extra_config)
-    if foreign is not None:
-        raise ValueError(
-            f"kvswap_codec: the secondary tier {foreign} does not know that blocks are coded. Use "
-            f"{' or '.join(TIERS)} of kvswap.vllm, or leave out kvswap_codec"
-        )
-
-
-def foreign_tier(extra_config: Mapping[str, Any]) -> str | None:
-    """A secondary tier whose stores do not name how kvswap lays out a chunk."""
-    for tier in extra_config.get("secondary_tiers") or ():
-        if tier.get("type") not in TIERS or tier.get("module_path", "kvswap.vllm") != "kvswap.vllm":
-            return str(tier.get("type"))
-    return None
-
-
 @contextlib.contextmanager
 def planned(extra_config: Mapping[str, Any], kv_cache_config: Any, stages: int = 1) -> Iterator[None]:
     """Specs that are made here take the plan, if the configuration has a codec. stages: of the model's pipeline.
@@ -212,7 +180,12 @@ def planned(extra_config: Mapping[str, Any], kv_cache_config: Any, stages: int =
     if codec is None:
         yield
         return
-    _refuse_beside(extra_config)
+    _together.check_codec(extra_config, True)
+    if extra_config.get("spec_module_path") != "kvswap.vllm":
+        raise ValueError(
+            f"kvswap_codec: the spec {extra_config.get('spec_name')} does not move blocks by kvswap. Leave out "
+            "spec_name or kvswap_codec"
+        )
     if keep and stages > 1:
         raise _refuse_keep(
             f"the layers are divided among {stages} pipeline stages, whose blocks would have other sizes"
@@ -227,11 +200,8 @@ def planned(extra_config: Mapping[str, Any], kv_cache_config: Any, stages: int =
 def take_plan(extra_config: Mapping[str, Any]) -> Plan | None:
     """For a spec that is being made. ValueError: a codec, and not KVSwapConnector."""
     plan = _planned.get()
-    if plan is None and codec_of(extra_config) is not None:
-        raise ValueError(
-            'kvswap_codec needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm": vLLM\'s '
-            "own OffloadingConnector cannot drop a block that does not fit its coded size"
-        )
+    if codec_of(extra_config) is not None:
+        _together.check_codec(extra_config, plan is not None)
     return plan
 
 

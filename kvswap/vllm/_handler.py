@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -231,16 +231,3 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
             stats.paths,
             f", {stats.not_stored} blocks did not fit their coded size" if stats.not_stored else "",
         )
-
-
-def refuse_with_links(extra_config: Mapping[str, Any], refuse: Callable[[str], ValueError], load: str) -> None:
-    """ValueError: an option that does not go with transfers over several links. load: what such a load is called."""
-    leave_out = "Leave out one of the two"
-    if overlap_of(extra_config).on:
-        raise refuse(f"the layers of a {load} load come in any order, and kvswap_overlap waits for each. {leave_out}")
-    if extra_config.get("canonical_layout"):
-        raise refuse(f"with canonical_layout each rank stores pages of its own by vLLM's rule. {leave_out}")
-    given = options_of(extra_config)
-    for name in ("path", "priority", "max_ctas", "pace_gbps"):
-        if given[name] not in (None, "auto"):
-            raise refuse(f"kvswap_{name} does not apply to transfers over several links. {leave_out}")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvswap import _C
 from kvswap.offload._lend import Lend
 from kvswap.share._lend import HostFile
 from kvswap.share._steps import Steps
-from kvswap.vllm._handler import lend_of, refuse_with_links, share_of
+from kvswap.vllm import _together
+from kvswap.vllm._handler import lend_of
 
 _SEGMENTS = "_REGION_SEGMENTS"
 
@@ -24,20 +25,11 @@ def _refuse(why: str) -> ValueError:
     return ValueError(f"kvswap_lend: {why}")
 
 
-def _refuse_options(extra_config: Mapping[str, Any]) -> None:
-    """ValueError: another option that does not go with it."""
-    if share_of(extra_config) is not None:
-        raise _refuse("with kvswap_share the ranks of an engine are a group already. Leave out one of the two")
-    refuse_with_links(extra_config, _refuse, "lent")
-
-
 def check(spec: Any, allowed: bool) -> bool:
     """Whether the workers of this spec lend. ValueError: they cannot, and why. allowed: the connector is kvswap's."""
     if lend_of(spec.extra_config) is None:
         return False
-    _refuse_options(spec.extra_config)
-    if not allowed:
-        raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
+    _together.check_lend(spec.extra_config, allowed)
     config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
     if config is None or not hasattr(config, "parallel"):
         raise _refuse("it needs vLLM 0.30 or later")

@@ -17,8 +17,8 @@ from kvswap._replicas import segment_of
 from kvswap.identity import Said
 from kvswap.offload._layout import device_of, is_torch
 from kvswap.offload._member import Share
-from kvswap.vllm import _share
-from kvswap.vllm._handler import falls_back, lend_of, replicas_of, share_of
+from kvswap.vllm import _share, _together
+from kvswap.vllm._handler import lend_of, replicas_of
 from kvswap.vllm._identity import identity_of
 from kvswap.vllm._memory import SlabRegion, give_block_views
 
@@ -60,25 +60,6 @@ class Replicas(NamedTuple):
             raise _C.Error(f"kvswap_replicas: {self.name!r}: {error}") from None
 
 
-def _refuse_options(spec: Any) -> None:
-    """ValueError: another option that does not go with it."""
-    extra: Mapping[str, Any] = spec.extra_config
-    leave_out = "Leave out one of the two"
-    if share_of(extra) is not None:
-        raise _refuse(f"kvswap_share is for the ranks of one engine. {leave_out}")
-    if falls_back(extra):
-        raise _refuse(f"with kvswap_fallback vLLM's own transfers may stay, which know no common pool. {leave_out}")
-    if extra.get("canonical_layout"):
-        raise _refuse(f"canonical_layout has rows of another form. {leave_out}")
-    if extra.get("eviction_policy", "lru") != "lru" or extra.get("cache_policy_module_path"):
-        raise _refuse("the common index evicts the least recently used block. Leave out eviction_policy, "
-                      "cache_policy_module_path")  # fmt: skip
-    if int(extra.get("store_threshold", 0)) >= 2:
-        raise _refuse("the common index stores what it is offered. Leave out store_threshold")
-    if any(kind.__name__ == "TieringOffloadingSpec" for kind in type(spec).__mro__):
-        raise _refuse("secondary tiers take the host pool for one engine's. Leave out spec_name TieringOffloadingSpec")
-
-
 def of(spec: Any) -> Replicas | None:
     """Of a spec that vLLM has made; None: without the option. ValueError: it cannot be, and why."""
     name = replicas_of(spec.extra_config)
@@ -89,9 +70,8 @@ def of(spec: Any) -> Replicas | None:
     config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
     if config is None or not hasattr(spec, "num_chunks"):
         raise _refuse("it needs vLLM 0.30 or later")
-    _refuse_options(spec)
-    if not _share.is_allowed():
-        raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
+    tiering = any(kind.__name__ == "TieringOffloadingSpec" for kind in type(spec).__mro__)
+    _together.check_replicas(spec.extra_config, _share.is_allowed(), tiering)
     if config.enable_kv_cache_events:
         raise _refuse(
             "events name the blocks that one engine has, and here other engines store and evict them. Leave out "
@@ -110,7 +90,7 @@ def of(spec: Any) -> Replicas | None:
 def _group_of(name: str, parallel: Any) -> str:
     """Ranks of one engine load at the same times, and are in groups of their own: a rank of each engine. No name of
     replicas gives two of them the same group."""
-    return f"replicas-{name}" if parallel.world_size == 1 else f"rank{parallel.rank}-{name}"
+    return f"replicas-{name}" if parallel.world_size == 1 else f"replica{parallel.rank}-{name}"
 
 
 # -- worker -----------------------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ from typing import Any
 
 from kvswap._log import logger
 from kvswap.offload._member import Share
-from kvswap.vllm import _lend
-from kvswap.vllm._codec import TIERS, foreign_tier, step_of
-from kvswap.vllm._handler import codec_of, refuse_with_links, share_of
+from kvswap.vllm import _lend, _together
+from kvswap.vllm._codec import step_of
+from kvswap.vllm._handler import codec_of, share_of
+from kvswap.vllm._together import TIERS, foreign_tier
 
 _logger = logger("kvswap.vllm")
 
@@ -81,9 +82,7 @@ def seconds_of(spec: Any) -> float | None:
     wait = share_of(spec.extra_config)
     if wait is None:
         return None
-    refuse_with_links(spec.extra_config, _refuse, "shared")
-    if not is_allowed():
-        raise _refuse('it needs "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"')
+    _together.check_share(spec.extra_config, is_allowed())
     config: Any = getattr(spec, "config", None)  # OffloadingConfig, from 0.30 on
     ranks = config.parallel.world_size if config is not None else 0
     if ranks == 1:

@@ -110,7 +110,8 @@ def machine(tmp_path: Path, fake_driver: Path) -> Machine:
 
 
 def vllm(**extra: Any) -> dict[str, Any]:
-    return {"kv_connector": "KVSwapConnector", "kv_connector_extra_config": extra}
+    named = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
+    return {**named, "kv_connector_extra_config": extra}
 
 
 def tier(directory: str, capacity: Any = "1GiB", **more: Any) -> dict[str, Any]:
@@ -298,16 +299,19 @@ def test_why_engines_do_not_meet(machine: Machine, of_lending: Any, folder: str,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "links", "kind", "text"),
+    ("group", "ranks", "links", "kind", "text"),
     [
-        (1, 0, "lend-alone", "kv: one replica is here"),
-        (3, 2, "lend-none", "kv: of 3 replicas not each lends its link to all others"),
-        (3, 3, "", "kv: 3 replicas, each lends its link to all others"),
+        ("replicas-kv", 1, 0, "lend-alone", "kv: one replica is here"),
+        ("replicas-kv", 3, 2, "lend-none", "kv: of 3 replicas not each lends its link to all others"),
+        ("replicas-kv", 3, 3, "", "kv: 3 replicas, each lends its link to all others"),
+        ("replica1-kv", 3, 2, "lend-none", "kv, rank 1: of 3 replicas not each lends its link to all others"),
     ],
 )
-def test_replicas_that_lend(machine: Machine, of_lending: Any, ranks: int, links: int, kind: str, text: str) -> None:
+def test_replicas_that_lend(
+    machine: Machine, of_lending: Any, group: str, ranks: int, links: int, kind: str, text: str
+) -> None:
     own = f"/tmp/kvswap-{os.geteuid()}"
-    paths = [f"{own}/share-replicas-kv.{rank}.sock" for rank in range(ranks)]
+    paths = [f"{own}/share-{group}.{rank}.sock" for rank in range(ranks)]
     for path in paths:
         machine.file(path[1:])
     rows = [("00010000", path) for path in paths] + [("00000000", paths[0])] * links
@@ -315,6 +319,23 @@ def test_replicas_that_lend(machine: Machine, of_lending: Any, ranks: int, links
     machine.file("proc/net/unix", "\n".join(["Num", *lines]) + "\n")
     (found,) = of_lending()
     assert found.kind == kind and text in found.text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (vllm(kvswap_lend=True, kvswap_overlap=True), "kvswap_lend: the layers of a lent load come in any order"),
+        (vllm(kvswap_replicas="kv", kvswap_share=True), "kvswap_replicas: kvswap_share is for the ranks of one engine"),
+        (vllm(kvswap_replicas="kv", kvswap_lend=True, kvswap_path="dma"), "kvswap_lend: kvswap_path does not apply"),
+        (vllm(kvswap_codec="exact", secondary_tiers=[{"type": "x"}]), "kvswap_codec: the secondary tier x"),
+        ({**vllm(kvswap_share=True), "kv_connector": "OffloadingConnector"}, "kvswap_share: it needs"),
+        ({**vllm(kvswap_codec="exact"), "kv_connector": "OffloadingConnector"}, "kvswap_codec needs"),
+    ],
+)
+def test_keys_that_do_not_go_together(tmp_path: Path, given: Any, why: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(given))
+    assert _doctor_config.read(str(file)).wrong.startswith(why)
 
 
 def test_a_pool_of_replicas_is_needed_once(machine: Machine) -> None:
