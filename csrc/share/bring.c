@@ -234,7 +234,8 @@ static struct kvs_share_bounce *free_bounce(struct kvs_share *share) {
 static bool pass_if_here(struct kvs_share *share, struct kvs_share_link *link, const struct kvs_share_request *request,
                          struct kvs_share_bounce *bounce) {
   struct kvs_share_job *job = kvs_receive_find(share, request->key);
-  if (!job && kvs_share_now(share) < request->since_ns + share->asked.wait_ns) return false; /* its call may come */
+  bool may_come = !job && !kvs_receive_was(share, request->key);
+  if (may_come && kvs_share_now(share) < request->since_ns + share->asked.wait_ns) return false;
   bool known = job && job->digest == request->digest && request->piece < job->npieces;
   if (known && !job->here[request->piece] && !job->nfailed && !share->stop) return false;
   if (known && job->here[request->piece]) return bounce && pass(share, link, request, job, bounce);

@@ -67,6 +67,7 @@ static void end_if_over(struct kvs_share *share, struct kvs_share_job *job) {
   if (job->nfailed && !job->error.status)
     kvs_fail(&job->error, KVS_INTERNAL, "%zu blocks were not copied", job->nfailed);
   job->ended_ns = kvs_share_now(share);
+  if (job->key && job->direction == KVS_H2D) share->past[share->npast++ % KVS_SHARE_PAST] = job->key;
   if (job->start) (void)kvs_dev_event_destroy(share->engine->device, job->start, &ignored);
   job->start = 0;
   struct kvs_share_job **at = &share->jobs;
@@ -587,6 +588,12 @@ static void give_up_reports(struct kvs_share *share, struct kvs_share_job *job, 
 
 struct kvs_share_job *kvs_receive_find(const struct kvs_share *share, uint64_t key) {
   return find_job(share, key, KVS_H2D);
+}
+
+bool kvs_receive_was(const struct kvs_share *share, uint64_t key) {
+  for (unsigned i = 0; i < KVS_SHARE_PAST; i++)
+    if (share->past[i] == key) return true;
+  return false;
 }
 
 int kvs_receive_pass(struct kvs_share *share, struct kvs_share_job *job, uint32_t piece, uint64_t to, kvs_stream stream,

@@ -16,6 +16,8 @@ void kvs_receive_report(struct kvs_share *, struct kvs_share_link *, const struc
 /* A running shared load; NULL: none has the key. Pass a piece of it on: its blocks go to blocks of share->bounce_pools
  * from `to` on. kvs_receive_passed: that has ended. */
 struct kvs_share_job *kvs_receive_find(const struct kvs_share *, uint64_t key);
+/* Whether such a job has ended lately: it does not come again. */
+bool kvs_receive_was(const struct kvs_share *, uint64_t key);
 int kvs_receive_pass(struct kvs_share *, struct kvs_share_job *, uint32_t piece, uint64_t to, kvs_stream,
                      struct kvs_transfer **, struct kvs_error *);
 void kvs_receive_passed(struct kvs_share *, struct kvs_share_job *);

@@ -42,6 +42,7 @@ enum {
   KVS_SHARE_OWN = 2,      /* transfers of a job over the own link that are under way */
   KVS_SHARE_FAILED = 64,  /* failed blocks that a report names; more: all of its part */
   KVS_SHARE_REPORTS = 64, /* kept for calls that this process has not made yet, for each other member */
+  KVS_SHARE_PAST = 64,    /* names of shared jobs that have ended, kept for questions that come late */
   KVS_SHARE_STREAMS = 4,  /* pairs of streams; jobs take them in turn */
 };
 
@@ -193,6 +194,8 @@ struct kvs_share {
   struct kvs_share_link links[KVS_SHARE_RANKS]; /* by rank */
   struct kvs_share_link buried;                 /* of the thread: to be given back without the lock */
   struct kvs_share_bounce bounces[KVS_SHARE_BOUNCES];
+  uint64_t past[KVS_SHARE_PAST]; /* keys, a ring */
+  unsigned npast;
   uint64_t bounce_memory;
   struct kvs_pool **bounce_pools;
   unsigned last_served;                     /* rank whose piece was begun last */

@@ -255,7 +255,7 @@ def test_engines_that_come_and_go_at_random(tmp_path: Path) -> None:
         engines = [stack.enter_context(Process(ENGINE)) for _ in range(4)]
         for engine in engines:
             start(engine, tmp_path, rng, limit)
-        while time.monotonic() - begin < 4:
+        while time.monotonic() - begin < 2.5:
             time.sleep(0.05)
             most = max(most, held(tmp_path))
             if rng.random() < 0.08:

@@ -1009,6 +1009,19 @@ def test_one_that_does_not_call_is_not_waited_for(name: str) -> None:
             assert member.end() == 0
 
 
+def test_one_that_has_finished_answers_at_once(name: str) -> None:
+    """Its call does not come again: another one that is later has its pieces from the host, and waits for nothing."""
+    with SharedPool(name, BLOCKS, BLOCK, layers=LAYERS, device=kvswap.Device("host:0")):
+        members = [Rank(name, rank, stall=PATIENCE, share_wait=wait) for rank, wait in enumerate((PATIENCE, 0.05))]
+        for member in members:
+            member.ask("member.wait_peers([0, 1], 60)")
+        for member in members:  # within 30 seconds
+            right, by_others, _ = member.ask("load(1, shared='x', generation=7)")
+            assert right and by_others == 0
+        for member in members:
+            assert member.end() == 0
+
+
 def test_ranks_that_disagree_load_alone(ranks: list[Rank]) -> None:
     found = all_ask(ranks, *(f"load({rank}, shared='two')" for rank in range(3)))
     assert all(right and by_others == 0 for right, by_others, _ in found)
