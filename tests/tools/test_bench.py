@@ -356,7 +356,7 @@ def test_a_wrong_byte_ends_it(device_name: str, capsys: Output) -> None:
     assert "WRONG BYTES: dma " in capsys.readouterr().err
 
 
-BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "3"]
+BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "2"]
 
 
 def test_no_bare_copy_that_ended_is_no_error() -> None:
@@ -376,9 +376,9 @@ def test_beside_a_load(device_name: str, tmp_path: Path, capsys: Output) -> None
         out = capsys.readouterr().out
         if all(row["gbps"] != 0 for row in read_json(result)["rows"]):
             break
-    assert "above copy" in out and "of copy" in out and "one bare copy over the run, 9 windows: slow-down" in out
+    assert "above copy" in out and "of copy" in out and "one bare copy over the run, 6 windows: slow-down" in out
     found = read_json(result)
-    assert (found["what"], found["load"], found["pairs"], found["wrong_bytes"]) == ("beside a load", "stream", 3, 0)
+    assert (found["what"], found["load"], found["pairs"], found["wrong_bytes"]) == ("beside a load", "stream", 2, 0)
     cells = [("", "one copy")] + [(key, method) for key in ("run", "run", "64x32k") for method in ("dma", "triton")]
     assert [(row["layout"], row["method"]) for row in found["rows"]] == cells * 2
     assert [row["direction"] for row in found["rows"]] == ["D2H"] * 7 + ["H2D"] * 7
@@ -388,7 +388,7 @@ def test_beside_a_load(device_name: str, tmp_path: Path, capsys: Output) -> None
             assert row["note"]
             continue
         copy = found["rows"][0 if row["direction"] == "D2H" else 7]
-        windows = 3 * (3 if row is copy else 1)  # the bare copy takes its turn in each of three shapes
+        windows = 2 * (3 if row is copy else 1)  # the bare copy takes its turn in each of three shapes
         assert len(row["slowdowns"]) == len(row["rates"]) == windows
         assert row["gbps"] > 0 and row["gbps_alone"] > 0
         low, high = row["slowdown_interval"]

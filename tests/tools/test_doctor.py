@@ -209,12 +209,18 @@ PROVOKED: dict[str, tuple[Callable[[Machine], Machine], str]] = {
         "mooncake-a 1, mooncake-b 2 share one import name",
     ),
     "configuration": (lambda machine: machine.config(vllm(kvswap_path="dmaa")), '"kvswap_path" of kv_connector_extra'),
-    "key-ignored": (lambda machine: machine.config(tier(str(machine.folder), colour="red")), "kvswap does not know colour"),
+    "key-ignored": (
+        lambda machine: machine.config(tier(str(machine.folder), colour="red")),
+        "kvswap does not know colour",
+    ),
     "directory": (
         lambda machine: machine.file("a-file").config(tier(machine.asked["root"] + "/a-file/kv")),
         "is not a directory that this user can write to",
     ),
-    "directory-full": (lambda machine: machine.config(tier(str(machine.folder), "7000PiB")), "a capacity of 7168000 TiB"),
+    "directory-full": (
+        lambda machine: machine.config(tier(str(machine.folder), "7000PiB")),
+        "a capacity of 7168000 TiB",
+    ),
 }
 
 
