@@ -29,7 +29,7 @@ import kvswap
 from kvswap import files
 from kvswap.files import FileStore
 
-ENGINES, KEYS, SECONDS = 3, 40, 3.0
+ENGINES, KEYS, SECONDS = 3, 40, 2.0
 
 
 def open_engine(folder: str, engine: str, shared: bool, number: int) -> FileStore:
