@@ -57,6 +57,13 @@ def group_of(cache: Any) -> Any:
     return cache.tp_group if cache.attn_tp_group is None else cache.attn_tp_group
 
 
+def tell(data: bytes, group: Any) -> bytes:
+    """To all ranks the bytes of the first one; each passes as many. Objects would be pickled."""
+    told = torch.tensor(list(data), dtype=torch.uint8)
+    torch.distributed.broadcast(told, src=torch.distributed.get_process_group_ranks(group)[0], group=group)
+    return bytes(told.tolist())
+
+
 def pools_of(places: Places) -> tuple[tuple[_C.Pool, ...], tuple[_C.Pool, ...]]:
     """kvswap's pools on the device and on the host: one for each layer and part."""
     sides: tuple[list[_C.Pool], list[_C.Pool]] = [], []

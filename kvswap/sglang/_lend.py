@@ -27,7 +27,7 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap.sglang import _plugin
 from kvswap.sglang._copies import IS_MLA, queue_of
-from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, why_not
+from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, tell, why_not
 from kvswap.sglang._places import NotOurs, Places, places_of
 from kvswap.share import Place
 from kvswap.share._lend import HostFile, Lending
@@ -186,11 +186,10 @@ def _why_not(cache: Any, server_args: Any) -> str | None:
 
 def _name_of(cache: Any) -> str:
     """A text that the ranks of this engine have, and no other engine has."""
-    told, group = [secrets.token_hex(8)], group_of(cache)
+    name, group = secrets.token_bytes(8), group_of(cache)
     if group is not None and torch.distributed.get_world_size(group=group) > 1:
-        first = torch.distributed.get_process_group_ranks(group)[0]
-        torch.distributed.broadcast_object_list(told, src=first, group=group)
-    return told[0]
+        name = tell(name, group)
+    return name.hex()
 
 
 def _start(pool: Any, engine: str, asked: _plugin.Lend, controller: Any) -> None:

@@ -14,6 +14,7 @@ the pages. The store fails on all ranks, and ends the engine.
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,13 +27,14 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvswap import _C, share
 from kvswap._log import logger
 from kvswap.sglang import _plugin
-from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, why_not
+from kvswap.sglang._joint import LAYOUTS, Joint, group_of, pools_of, tell, why_not
 from kvswap.sglang._places import NotOurs, Places, block_rows, buffers_of, places_of
 
 _log = logger("kvswap.sglang")
 _MOST_RANKS = 16
 _JOIN_TIMEOUT = 120.0  # seconds, for the other ranks to join
 _STORE_TIMEOUT = 200.0  # seconds, for the other ranks' parts of a store
+_NAME = struct.Struct("<8sQ")  # of a pool: its name, and the generation
 
 
 class Ranks(NamedTuple):
@@ -232,24 +234,23 @@ def _memory_of(pool: Any, ranks: Ranks) -> _C.SharedPool | None:
     """Host memory that all ranks have mapped; None: they cannot, and keep pools of their own."""
     token = pool.kv_cache_dim * pool.dtype.itemsize * pool.layer_num
     blocks, nbytes = (pool.size, token) if pool.layout == "page_first" else (pool.page_num, token * pool.page_size)
-    told: list[Any] = [f"sglang-{secrets.token_hex(8)}", None]
+    name, generation = secrets.token_bytes(8), 0  # 0: rank 0 has none
     made, why = None, None
     for creates in (True, False):  # first rank 0, then the others
-        if creates == (ranks.rank == 0) and (creates or told[1] is not None):
+        if creates == (ranks.rank == 0) and (creates or generation):
             try:
                 made = _C.SharedPool(
-                    *(told[0], blocks, nbytes),
+                    *(f"sglang-{name.hex()}", blocks, nbytes),
                     create=creates,
-                    generation=None if creates else told[1],
+                    generation=None if creates else generation,
                     device=_C.Device(pool._transfer_device),
                     numa="interleave",
                 )
-                told[1] = made.generation
+                generation = made.generation
             except (OSError, ValueError, MemoryError, _C.Error) as error:
                 why = str(error)
         if creates:
-            first = torch.distributed.get_process_group_ranks(ranks.group)[0]
-            torch.distributed.broadcast_object_list(told, src=first, group=ranks.group)
+            name, generation = _NAME.unpack(tell(_NAME.pack(name, generation), ranks.group))
     if why is not None:
         _log.warning("host pool %s is not shared by %d ranks: %s", pool.pool_label, ranks.size, why)
     if _all_agree(ranks, made is not None):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -359,8 +360,9 @@ def test_ranks_that_cannot_map_the_memory(caplog: pytest.LogCaptureFixture) -> N
     """As of another machine: all ranks then keep pools of their own."""
     pipe = Alike(agrees=0)
     alone(Group(0, pipe))
-    told = [sent for sent in pipe.sent if isinstance(sent, list)]
-    assert len(told) == 1 and not os.path.exists(f"/dev/shm/kvswap.{told[0][0]}")
+    (told,) = [bytes(sent) for sent in pipe.sent if isinstance(sent, list)]
+    name, generation = struct.unpack("<8sQ", told)
+    assert generation and not os.path.exists(f"/dev/shm/kvswap.sglang-{name.hex()}")
 
 
 def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,18 +370,19 @@ def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     pipe = Alike(agrees=0)
     alone(Group(0, pipe))
     assert "host pool kv is not shared by 2 ranks: " in caplog.text and "KVSWAP_RESERVE" in caplog.text
-    assert [each[1] for each in pipe.sent if isinstance(each, list)] == [None], "the other rank looks for nothing"
+    (told,) = [bytes(sent) for sent in pipe.sent if isinstance(sent, list)]
+    assert struct.unpack("<8sQ", told)[1] == 0, "the other rank looks for nothing"
 
 
 def test_the_second_rank_maps_what_the_first_has_made() -> None:
-    name = f"sglang-test-{os.getpid()}"
+    number = os.urandom(8)
     slot = PAGE * LAYERS * WIDTH * 2
 
     class Told(Alike):
         def recv(self) -> Any:
-            return [name, generation] if isinstance(self.sent[-1], list) else 0
+            return list(struct.pack("<8sQ", number, generation)) if isinstance(self.sent[-1], list) else 0
 
-    with SharedPool(name, HOST_PAGES, slot, device=DEVICE) as first:
+    with SharedPool(f"sglang-{number.hex()}", HOST_PAGES, slot, device=DEVICE) as first:
         pipe, generation = Told(), first.generation
         alone(Group(1, pipe))
         assert pipe.sent[1] == 1, "it could"

@@ -39,11 +39,13 @@ class Group:
 
 
 class Flag:
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: Any, dtype: Any = None) -> None:
         self.value = value
 
     def item(self):
         return self.value
+
+    tolist = item
 
 
 class Bytes:
@@ -64,10 +66,10 @@ def torch() -> Any:
         assert op == "min"
         flag.value = min(flag.value, group.exchange(flag.value))
 
-    def broadcast_object_list(told, src, group):
+    def broadcast(told, src, group):
         assert src == 10
-        found = group.exchange(told)
-        told[:] = told if group.rank == 0 else found
+        found = group.exchange(told.value)
+        told.value = told.value if group.rank == 0 else found
 
     distributed = SimpleNamespace(
         ReduceOp=SimpleNamespace(MIN="min"),
@@ -75,7 +77,7 @@ def torch() -> Any:
         get_rank=lambda group: group.rank,
         get_process_group_ranks=lambda group: [10 + rank for rank in range(group.size)],
         all_reduce=all_reduce,
-        broadcast_object_list=broadcast_object_list,
+        broadcast=broadcast,
     )
 
     def frombuffer(memory, dtype, count):
