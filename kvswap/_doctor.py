@@ -214,7 +214,7 @@ def _memory(asked: Asked) -> _Findings:
     text = f"{format_size(found['available'])} of {format_size(found['total'])} can be allocated{limit}"
     needed = _needed(asked)
     if found["available"] < needed:
-        yield _bad("memory-short", f"{text}; cpu_bytes_to_use is {format_size(needed)}")
+        yield _bad("memory-short", f"{text}; cpu_bytes_to_use needs {format_size(needed)} more")
     elif found["available"] < _LITTLE:
         yield _bad("memory-little", text)
     else:

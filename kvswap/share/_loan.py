@@ -258,7 +258,10 @@ class Loans:
 
     def _there(self) -> list[str]:
         """Groups of other engines, beginning with the one behind this process, so that not all lend to the same."""
-        names = [entry.name for entry in os.scandir(self._folder) if entry.name.startswith("lend-")][:_MOST_NAMES]
+        try:
+            names = [entry.name for entry in os.scandir(self._folder) if entry.name.startswith("lend-")][:_MOST_NAMES]
+        except OSError:  # the folder was removed: what is lent already needs none
+            return []
         found = [match for match in map(self._socket.fullmatch, names) if match and match[2][:8] != self._own[:8]]
         own = self._own[8:]  # at random
         return [match[1] for match in sorted(found, key=lambda match: (match[2][8:] < own, match[2][8:]))]
@@ -321,7 +324,14 @@ class Loans:
         if loan.core is None or loan.offer is None or self.sleeps:
             return
         place = Place(0, 0, 0, loan.offer.path, loan.offer.generation)
-        loan.member = member_of(loan.core, loan.group, loan.offer.rank, place, self._device, Role(False, True), "lend")
+        try:
+            loan.member = member_of(
+                loan.core, loan.group, loan.offer.rank, place, self._device, Role(False, True), "lend"
+            )
+        except _C.Error as error:  # a lender that was killed, or is leaving, has the rank
+            _logger.info("no link is lent to process %d yet: %s", loan.offer.pid, error)
+            self._drop(loan, _AGAIN)
+            return
         loan.state, loan.said = _State.LENDING, False
 
     # -- work ---------------------------------------------------------------------------------------------------------
@@ -387,13 +397,14 @@ class Loans:
         if pause:
             self._not_before[loan.group] = time.monotonic() + pause
         self._loans.remove(loan)
-        loan.connection.close()
         memory, loan.memory = loan.memory, None
         try:
             loan.leave(self._wait)
         except (TimeoutError, _C.Error) as error:  # its pool and what is behind it stay
             _logger.warning("host memory of an engine stays registered: %s", error)
             return
+        finally:
+            loan.connection.close()  # the owner gives the rank to another lender then
         if memory is None:
             return
         memory.users -= 1

@@ -219,7 +219,7 @@ class Meeting:
         """Try members of lower rank that are missing. One that was there but made no link is tried less often: slots
         were allocated for it."""
         linked = self._core.linked()
-        for rank in range(self._rank):
+        for rank in range(min(self._rank, 1) if self._kind == "lend" else self._rank):  # lenders have only the owner
             now = time.monotonic()
             if linked >> rank & 1:
                 if now > due[rank] + _LONG_PAUSE:

@@ -52,7 +52,7 @@ def check_replicas(extra: Mapping[str, Any], connector: bool, tiering: bool) -> 
         why = (
             "the common index evicts the least recently used block. Leave out eviction_policy, cache_policy_module_path"
         )
-    elif int(extra.get("store_threshold", 0)) >= 2:
+    elif extra.get("store_threshold", 0) not in (0, 1):
         why = "the common index stores what it is offered. Leave out store_threshold"
     elif tiering:
         why = "secondary tiers take the host pool for one engine's. Leave out spec_name TieringOffloadingSpec"

@@ -347,6 +347,29 @@ def test_a_file_that_is_cut_off_is_left(here: Engine, name: str) -> None:
     assert here.check() == [0, 0]
 
 
+def test_lenders_have_no_links_among_each_other(here: Engine, name: str) -> None:
+    """Those would count as lent ones."""
+    others = [Other(name, f"other {i}") for i in range(2)]
+    peers = "[loan.member.peers for loan in engine.lending._loans._loans if loan.member]"
+    lenders(here, 2)
+    for other in others:
+        until(lambda other=other: len(other.ask(peers)) == 2 and all(other.ask(peers)))  # type: ignore[misc]
+    time.sleep(5 * LOOK)
+    assert [other.ask(peers) for other in others] == [[[0], [0]]] * 2
+    for other in others:
+        assert other.end() == 0
+
+
+def test_a_folder_that_was_removed(here: Engine, name: str) -> None:
+    """What is lent goes on."""
+    other = Other(name, "other")
+    lenders(here, 1)
+    here.lending._loans._folder = here.lending._folder / "gone"
+    time.sleep(3 * LOOK)
+    check_lent(here)
+    assert here.lending._thread.is_alive() and other.end() == 0
+
+
 def test_lenders_come_until_there_are_enough(name: str) -> None:
     here = Engine(name, "here", lenders=1)
     others = [Other(name, f"other {i}", lenders=1) for i in range(2)]

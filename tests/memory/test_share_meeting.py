@@ -157,7 +157,7 @@ def test_one_that_makes_no_link_is_tried_now_and_then(monkeypatch: pytest.Monkey
 
     def attempts(allocated: bool) -> int:
         meeting: Any = object.__new__(_meet.Meeting)
-        meeting._rank, meeting._stop, count = 1, False, [0]
+        meeting._rank, meeting._kind, meeting._stop, count = 1, "share", False, [0]
 
         class Core:
             def linked(self) -> int:

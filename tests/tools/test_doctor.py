@@ -170,7 +170,10 @@ PROVOKED: dict[str, tuple[Callable[[Machine], Machine], str]] = {
         "64 KiB: Mooncake's RDMA cannot register more",
     ),
     "shm-small": (lambda machine: machine.file("dev/null"), "/dev/shm: No such file"),
-    "memory-short": (lambda machine: machine.config(vllm(cpu_bytes_to_use=HUGE)), "cpu_bytes_to_use is 1048576 TiB"),
+    "memory-short": (
+        lambda machine: machine.config(vllm(cpu_bytes_to_use=HUGE)),
+        "cpu_bytes_to_use needs 1048576 TiB more",
+    ),
     "memory-little": (little, "512 MiB of 8 GiB can be allocated"),
     "lend-alone": (lambda machine: lending(machine, ("", "a", 0), ("", "a", 0)), "kv: one engine is here"),
     "lend-none": (
