@@ -108,6 +108,7 @@ int kvs_file_segment_open(struct kvs_file_store *store, uint32_t at, int *fd) {
   *fd = segment->fd;
   pthread_mutex_unlock(&store->lock);
   if (other) close(opened);
+  kvs_file_descriptors_trim(store, 0); /* threads that made room at the same time have opened one too many */
   return 0;
 }
 

@@ -147,7 +147,7 @@ def test_segments_of_other_writers(tmp_path: Path, engine: str) -> None:  # noqa
         until(lambda: two.contains(keys) == [True] * 300)
         check(two, keys, data)
         check(one, keys, data)
-        assert count(tmp_path / "kv") <= 128 // 4 + 8
+        assert count(tmp_path / "kv") <= 32
 
 
 def test_a_segment_that_was_closed_and_replaced(tmp_path: Path) -> None:
